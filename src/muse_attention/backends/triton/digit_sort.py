@@ -6,9 +6,8 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from muse_attention.backends.triton.grouping import Groups
+from muse_attention.backends.triton.grouping import Groups, sum_before
 from muse_attention.backends.triton.numbers import cdiv, power_of_two
-from muse_attention.backends.triton.prefix_sums import sum_before
 from muse_attention.backends.triton.runtime.launching import kernel
 
 _TILE = 256

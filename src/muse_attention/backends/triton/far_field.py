@@ -9,13 +9,11 @@ from torch import Tensor
 
 from muse_attention.backends.triton import merging, retrieval, selection, terms
 from muse_attention.backends.triton.accumulation import accumulate_backward
-from muse_attention.backends.triton.bucket_summaries import ROWS_OF_TILE, summarise_backward
-from muse_attention.backends.triton.grouping import Groups, group_by_cluster_and_block
+from muse_attention.backends.triton.bucket_summaries import ROWS_OF_TILE, new_gradient, summarise_backward
+from muse_attention.backends.triton.grouping import group_by_cluster_and_block
 from muse_attention.backends.triton.integer_tables import size_of_tables
-from muse_attention.backends.triton.layout import FarField, Heads
-from muse_attention.backends.triton.pairs import Pairs, sort_picks
-from muse_attention.backends.triton.plan import Plan
-from muse_attention.backends.triton.summaries import new_gradient
+from muse_attention.backends.triton.layout import FarField, Heads, Plan
+from muse_attention.backends.triton.retrieval import Pairs, sort_picks
 from muse_attention.backends.triton.term_bits import find_terms
 from muse_attention.backends.triton.tiles import tiles_of_groups
 from muse_attention.config import MuSeConfig
@@ -104,25 +102,18 @@ def _attend_heads(
 ) -> None:
     """Merge the far field of some heads into `merged`, and fill in their `plan` and their selection, unless that
     `is_chosen` already."""
-    group_by_cluster_and_block(
-        heads.query_assignment,
-        heads.query_centroids.shape[1],
-        config.block_size,
-        Groups(plan.segment_order, plan.segment_starts),
-    )
-    group_by_cluster_and_block(
-        heads.key_assignment, config.key_clusters, config.block_size, Groups(plan.bucket_order, plan.bucket_starts)
-    )
+    query_clusters = heads.query_centroids.shape[1]
+    group_by_cluster_and_block(heads.query_assignment, query_clusters, config.block_size, plan.segments)
+    group_by_cluster_and_block(heads.key_assignment, config.key_clusters, config.block_size, plan.buckets)
     far = FarField.of(heads, plan, config, is_causal=is_causal, scale=scale)
     of_summaries = of_pairs = None
     if config.monopole or not is_chosen:
         of_summaries = _attend_to_summaries(far, selected, config, is_chosen=is_chosen)
     if picks > 0:
-        by_bucket = Groups(plan.pair_order, plan.pair_starts)
-        sort_picks(selected, far.segments.blocks, by_bucket)
-        pairs = Pairs.of(by_bucket, picks)
+        sort_picks(selected, far.segments.blocks, plan.pairs)
+        pairs = Pairs.of(plan.pairs, picks)
         of_pairs = retrieval.attend(heads.queries, far.keys, far.values, pairs, far.buckets, scale=scale)
-    merging.merge(merged, of_summaries, of_pairs, picks, fill_in=merged)
+    merging.merge(merged, of_summaries, of_pairs, picks)
 
 
 def _attend_to_summaries(far: FarField, selected: Selection, config: MuSeConfig, *, is_chosen: bool) -> Partial | None:
@@ -169,7 +160,7 @@ def _attend_heads_backward(
             differentiable_aggregation=config.differentiable_aggregation, add_to=grad_buckets,
         )  # fmt: skip
     if picks > 0:
-        pairs = Pairs.of(Groups(plan.pair_order, plan.pair_starts), picks)
+        pairs = Pairs.of(plan.pairs, picks)
         of_pairs, to_keys = retrieval.attend_backward(
             grad_out, merged.lse, delta, heads.queries, far.keys, far.values, pairs, far.buckets, bucket_tiles,
             far.key_offset, rows_of_bucket_tile=ROWS_OF_TILE, scale=scale,
@@ -187,6 +178,4 @@ def _attend_heads_backward(
         differentiable_aggregation=config.differentiable_aggregation,
         add_to=gradients[1:],
     )
-    merging.add_to_queries(
-        gradients[0], of_summaries, of_pairs, picks, selected.retrieved, far.key_offset, gradients[0], scale=scale
-    )
+    merging.add_to_queries(gradients[0], of_summaries, of_pairs, picks, selected.retrieved, far.key_offset, scale=scale)

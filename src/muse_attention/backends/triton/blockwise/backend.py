@@ -15,21 +15,20 @@ from muse_attention.backends.triton.blockwise.clustering import cluster, find_st
 from muse_attention.backends.triton.blockwise.forward import attend as attend_far
 from muse_attention.backends.triton.blockwise.geometry import Geometry
 from muse_attention.backends.triton.blockwise.key_spread import find_key_spread
-from muse_attention.backends.triton.blockwise.order import Order
 from muse_attention.backends.triton.blockwise.rows import take_residuals
 from muse_attention.backends.triton.blockwise.slopes import Slopes, find_slopes
-from muse_attention.backends.triton.blockwise.sorting import sort_keys, sort_queries
+from muse_attention.backends.triton.blockwise.sorting import Order, sort_keys, sort_queries
 from muse_attention.backends.triton.filling import fill
 from muse_attention.backends.triton.key_offset import find_key_offset
 from muse_attention.backends.triton.runtime import schedule
 from muse_attention.backends.triton.runtime.schedule import aligned
 from muse_attention.config import MuSeConfig
-from muse_attention.core.call import Attended, Call
+from muse_attention.core.call import Call
 from muse_attention.core.cluster_shapes import ClusterShapes
 from muse_attention.core.precision import compute_dtype
 from muse_attention.core.query_tiles import NO_ROW
 from muse_attention.core.selection_shapes import SelectionShapes
-from muse_attention.core.structures import Clusters, Partial, Selection
+from muse_attention.core.structures import Clusters, Partial
 
 
 def find_clusters(query: Tensor, key: Tensor, config: MuSeConfig, *, is_causal: bool, scale: float) -> Clusters:
@@ -70,18 +69,9 @@ def _find_clusters(*tensors_and_settings: Any) -> tuple[Tensor, ...]:
     )
 
 
-def attend(call: Call, own: Partial, chosen: Selection | None) -> Attended:
-    """Add the far field to the own block's attention."""
-    merged = Partial(aligned(own.out), aligned(own.lse))
-    first_rows = None if chosen is None else aligned(chosen.retrieved)
-    tensors = (*_inputs(call), merged.out, merged.lse, first_rows)
-    memory, *selected = schedule.run(_attend, tensors, (call.config, call.is_causal, call.scale, call.first_block))
-    if chosen is None:
-        chosen = Selection(call.query.new_empty(*call.query.shape[:2], 0, dtype=torch.uint8), *selected)
-    return Attended(merged, chosen, memory)
-
-
-def _attend(*tensors_and_settings: Any) -> tuple[Tensor, ...]:
+def attend(*tensors_and_settings: Any) -> tuple[Tensor, ...]:
+    """Add the far field to the own block's `out` and `lse`; the memory that `_read` reads, and the first rows of a
+    selection if none was chosen."""
     query, key, value, centroids, assigned, key_assigned, spread, out, lse, chosen, *settings = tensors_and_settings
     config, is_causal, scale, first_block = settings
     geometry = Geometry.of(query, key, config, is_causal=is_causal)
@@ -108,29 +98,8 @@ def _attend(*tensors_and_settings: Any) -> tuple[Tensor, ...]:
     return (memory,) if chosen is not None else (memory, first_rows)
 
 
-def attend_backward(
-    call: Call, attended: Attended, own: tuple[Tensor, Tensor, Tensor], grad_out: Tensor, grad_lse: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Add the gradients of the far field to those of the own block."""
-    merged, selected, memory = attended
-    grad_query, grad_key, grad_value = (aligned(gradient) for gradient in own)
-    tensors = (
-        *_inputs(call),
-        grad_query,
-        grad_key,
-        grad_value,
-        aligned(grad_out),
-        None if grad_lse is None else aligned(grad_lse),
-        aligned(merged.out),
-        aligned(merged.lse),
-        aligned(selected.retrieved),
-        aligned(memory),
-    )
-    schedule.run(_attend_backward, tensors, (call.config, call.is_causal, call.scale))
-    return grad_query, grad_key, grad_value
-
-
-def _attend_backward(*tensors_and_settings: Any) -> tuple[Tensor, ...]:
+def attend_backward(*tensors_and_settings: Any) -> tuple[Tensor, ...]:
+    """Add the gradients of the far field to those of the own block; nothing new."""
     *tensors, memory, config, is_causal, scale = tensors_and_settings
     geometry = Geometry.of(tensors[0], tensors[1], config, is_causal=is_causal)
     order, slopes = _read(memory, geometry, *tensors[1:3])
@@ -171,18 +140,3 @@ def _memory_size(geometry: Geometry, key: Tensor, value: Tensor) -> int:
 def _read(memory: Tensor, geometry: Geometry, key: Tensor, value: Tensor) -> tuple[Order, Slopes]:
     of_slopes = memory[Order.size(geometry) :]
     return Order.of(memory, geometry), Slopes.of(of_slopes, geometry, key.shape[-1], value.shape[-1], key.dtype)
-
-
-def _inputs(call: Call) -> tuple[Tensor, ...]:
-    clusters = call.clusters
-    wide = compute_dtype(call.query.dtype)
-    assert clusters.key_spread is not None
-    return (
-        aligned(call.query),
-        aligned(call.key),
-        aligned(call.value),
-        aligned(clusters.query_centroids, wide),
-        aligned(clusters.query_assignment, torch.int32),
-        aligned(clusters.key_assignment, torch.int32),
-        aligned(clusters.key_spread, wide),
-    )

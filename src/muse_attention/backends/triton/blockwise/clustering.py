@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from muse_attention.backends.triton.blockwise.geometry import Geometry, generation_of_block
+from muse_attention.backends.triton.device_functions import add_dot, load_rows
 from muse_attention.backends.triton.nearest import (
     affinity,
     argmax,
@@ -24,8 +25,7 @@ from muse_attention.backends.triton.nearest import (
     rows_with_scores,
     store_centroids,
 )
-from muse_attention.backends.triton.numbers import arithmetic, cdiv, padded
-from muse_attention.backends.triton.row_tiles import load_rows
+from muse_attention.backends.triton.numbers import accumulator, cdiv, padded
 from muse_attention.backends.triton.runtime.launching import kernel
 from muse_attention.backends.triton.runtime.remembering import once
 from muse_attention.config import MuSeConfig
@@ -108,8 +108,7 @@ def cluster(
         "FACTOR": scale,
         "IS_CAUSAL": geometry.is_causal,
         "D": head_dim,
-        "DP": padded(head_dim),
-        **arithmetic(queries.dtype),
+        "ACC": accumulator(queries.dtype),
     }
     of_sequences = (max(generations, blocks), heads + key_heads)
     in_parts = {"sums_ptr": sums, "sizes_ptr": sizes}
@@ -122,8 +121,8 @@ def cluster(
         )
         _mean_of_sequence[(cdiv(most, 16), *of_sequences)](**shared, **in_parts, parts=parts, TILE=16)
     _assign_to_nearest[(cdiv(config.block_size, tile * _TILES), geometry.blocks, heads + key_heads)](
-        **shared, query_assignment_ptr=found.query_assignment, key_assignment_ptr=found.key_assignment,
-        CP=padded(most), TILE=tile, TILES=_TILES, num_warps=4,
+        **shared, query_assignment_ptr=found.query_assignment, key_assignment_ptr=found.key_assignment, CP=padded(most),
+        TILE=tile, TILES=_TILES, num_warps=4,
     )  # fmt: skip
     return found
 
@@ -155,8 +154,7 @@ def _pick_sequence(
 def _take_starts(
     queries_ptr, keys_ptr, query_centroids_ptr, key_centroids_ptr, query_starts_ptr, key_starts_ptr, query_heads,
     generations, seen_blocks, length, block_size, query_clusters, key_clusters, FACTOR: tl.constexpr,
-    IS_CAUSAL: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr, ACC: tl.constexpr,
-    PRECISION: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """Centroids start as vectors.
 
@@ -178,16 +176,15 @@ def _take_starts(
     else:
         starts_ptr = key_starts_ptr
     offs_row = first + tl.load(starts_ptr + sequence * clusters + offs_cluster, mask=mask_cluster, other=0)  # [TILE]
-    x = load_vectors(vectors_ptr, offs_row, mask_cluster, head < query_heads, FACTOR, D, DP, ACC)  # [TILE, D]
-    store_centroids(centroids_ptr, sequence * 0, tl.program_id(0) * TILE, clusters, x.to(ACC), D, DP, TILE)
+    x = load_vectors(vectors_ptr, offs_row, mask_cluster, head < query_heads, FACTOR, D, ACC)  # [TILE, D]
+    store_centroids(centroids_ptr, sequence * 0, tl.program_id(0) * TILE, clusters, x.to(ACC), D, TILE)
 
 
 @kernel(stage="clustering", do_not_specialize=[*_SIZES, "sample"])
 def _sum_members_of_sequence(
     queries_ptr, keys_ptr, query_centroids_ptr, key_centroids_ptr, sums_ptr, sizes_ptr, query_heads, generations,
     seen_blocks, length, block_size, query_clusters, key_clusters, sample, FACTOR: tl.constexpr,
-    IS_CAUSAL: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, CP: tl.constexpr, TILE: tl.constexpr,
-    ACC: tl.constexpr, PRECISION: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, D: tl.constexpr, CP: tl.constexpr, TILE: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """Of a part of the samples of a sequence, the vectors nearest to each centroid, summed and counted.
 
@@ -203,19 +200,19 @@ def _sum_members_of_sequence(
         return
     stride = tl.maximum(1, number // (sample * clusters))
     sampled = tl.cdiv(number, stride)
-    current = load_centroids(centroids_ptr, sequence * 0, 0, clusters, D, DP, CP)  # [CP, D]
+    current = load_centroids(centroids_ptr, sequence * 0, 0, clusters, D, CP)  # [CP, D]
     rounded, norms = half_norms(current, 0, clusters, CP, queries_ptr.dtype.element_ty, ACC)  # [CP, D], [CP]
-    offs_cluster, offs_d = tl.arange(0, CP), tl.arange(0, DP)  # [CP], [D]
-    total = tl.zeros([CP, DP], ACC)  # [CP, D]
+    offs_cluster, offs_d = tl.arange(0, CP), tl.arange(0, padded(D))  # [CP], [D]
+    total = tl.zeros([CP, padded(D)], ACC)  # [CP, D]
     count = tl.zeros([CP], ACC)
     rows = tl.cdiv(tl.cdiv(sampled, tl.num_programs(0)), TILE) * TILE
     for begin in range(part * rows, tl.minimum((part + 1) * rows, sampled), TILE):
         offs_row = (begin + tl.arange(0, TILE)) * stride  # [TILE]
         mask_row = offs_row < number  # [TILE]
-        x = load_vectors(vectors_ptr, first + offs_row, mask_row, head < query_heads, FACTOR, D, DP, ACC)  # [TILE, D]
-        nearest = argmax(affinity(x, rounded, norms, ACC, PRECISION), CP, x.dtype)  # [TILE]
+        x = load_vectors(vectors_ptr, first + offs_row, mask_row, head < query_heads, FACTOR, D, ACC)  # [TILE, D]
+        nearest = argmax(affinity(x, rounded, norms, ACC), CP, x.dtype)  # [TILE]
         member = ((nearest[:, None] == offs_cluster[None, :]) & mask_row[:, None]).to(x.dtype)  # [TILE, CP]
-        total = tl.dot(tl.trans(member), x, total, input_precision=PRECISION, out_dtype=ACC)
+        total = add_dot(tl.trans(member), x, total)
         count += tl.sum(member.to(ACC), 0)
     at = (of_sequence * tl.num_programs(0) + part) * tl.maximum(query_clusters, key_clusters)
     mask_cluster = offs_cluster < clusters  # [CP]
@@ -227,9 +224,8 @@ def _sum_members_of_sequence(
 @kernel(stage="clustering", do_not_specialize=[*_SIZES, "parts"])
 def _mean_of_sequence(
     queries_ptr, keys_ptr, query_centroids_ptr, key_centroids_ptr, sums_ptr, sizes_ptr, query_heads, generations,
-    seen_blocks, length, block_size, query_clusters, key_clusters, parts, FACTOR: tl.constexpr,
-    IS_CAUSAL: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr, ACC: tl.constexpr,
-    PRECISION: tl.constexpr,
+    seen_blocks, length, block_size, query_clusters, key_clusters, parts, FACTOR: tl.constexpr, IS_CAUSAL: tl.constexpr,
+    D: tl.constexpr, TILE: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """Move centroids to the means of their members; one without any stays.
 
@@ -243,13 +239,13 @@ def _mean_of_sequence(
     first = tl.program_id(0) * TILE
     if (number == 0) | (first >= clusters):
         return
-    offs_cluster, offs_d = first + tl.arange(0, TILE), tl.arange(0, DP)  # [TILE], [D]
+    offs_cluster, offs_d = first + tl.arange(0, TILE), tl.arange(0, padded(D))  # [TILE], [D]
     mask_cluster = offs_cluster < clusters  # [TILE]
-    total = tl.zeros([TILE, DP], ACC)  # [TILE, D]
+    total = tl.zeros([TILE, padded(D)], ACC)  # [TILE, D]
     count = tl.zeros([TILE], ACC)
     for part in range(parts):
         at = (of_sequence * parts + part) * tl.maximum(query_clusters, key_clusters)
-        total += load_rows(sums_ptr, at, offs_cluster, mask_cluster, D, DP)
+        total += load_rows(sums_ptr, at, offs_cluster, mask_cluster, D)
         count += tl.load(sizes_ptr + at + offs_cluster, mask=mask_cluster, other=0.0)
     offs = offs_cluster[:, None] * D + offs_d[None, :]  # [TILE, D]
     mask = (mask_cluster & (count > 0))[:, None] & (offs_d < D)[None, :]  # [TILE, D]
@@ -260,8 +256,8 @@ def _mean_of_sequence(
 def _assign_to_nearest(
     queries_ptr, keys_ptr, query_centroids_ptr, key_centroids_ptr, query_assignment_ptr, key_assignment_ptr,
     query_heads, generations, seen_blocks, length, block_size, query_clusters, key_clusters, FACTOR: tl.constexpr,
-    IS_CAUSAL: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, CP: tl.constexpr, TILE: tl.constexpr,
-    TILES: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, D: tl.constexpr, CP: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
+    ACC: tl.constexpr,
 ):  # fmt: skip
     """The nearest centroid of some vectors of a block; 0 where nothing is seen, or nobody sees it.
 
@@ -279,13 +275,13 @@ def _assign_to_nearest(
         queries_ptr, keys_ptr, query_centroids_ptr, key_centroids_ptr, tl.where(has_centroids, sequence, 0), head,
         query_heads, generations, seen_blocks, length, block_size, query_clusters, key_clusters, IS_CAUSAL, D,
     )  # fmt: skip
-    current = load_centroids(centroids_ptr, sequence * 0, 0, clusters, D, DP, CP)  # [CP, D]
+    current = load_centroids(centroids_ptr, sequence * 0, 0, clusters, D, CP)  # [CP, D]
     rounded, norms = half_norms(current, 0, clusters, CP, queries_ptr.dtype.element_ty, ACC)  # [CP, D], [CP]
     start = block * block_size + tl.program_id(0) * TILE * TILES
     end = tl.minimum((block + 1) * block_size, length)
     for begin in range(start, tl.minimum(start + TILE * TILES, end), TILE):
         offs_row = begin + tl.arange(0, TILE)  # [TILE]
         mask_row = offs_row < end  # [TILE]
-        x = load_vectors(vectors_ptr, offs_row, mask_row, head < query_heads, FACTOR, D, DP, ACC)  # [TILE, D]
-        nearest = argmax(affinity(x, rounded, norms, ACC, PRECISION), CP, x.dtype)  # [TILE]
+        x = load_vectors(vectors_ptr, offs_row, mask_row, head < query_heads, FACTOR, D, ACC)  # [TILE, D]
+        nearest = argmax(affinity(x, rounded, norms, ACC), CP, x.dtype)  # [TILE]
         tl.store(assignment_ptr + offs_row, tl.where(has_centroids, nearest, 0), mask=mask_row)

@@ -7,8 +7,8 @@ import triton.language as tl
 from torch import Tensor
 
 from muse_attention.backends.triton.blockwise.geometry import Geometry
-from muse_attention.backends.triton.numbers import arithmetic, padded, power_of_two
-from muse_attention.backends.triton.row_tiles import load_rows
+from muse_attention.backends.triton.device_functions import load_rows
+from muse_attention.backends.triton.numbers import accumulator, padded, power_of_two
 from muse_attention.backends.triton.runtime.launching import kernel
 
 _PARTS = 8
@@ -24,7 +24,7 @@ def find_key_spread(keys: Tensor, centroids: Tensor, assignment: Tensor, geometr
     sums = centroids.new_empty(key_heads, parts, head_dim)
     largest = centroids.new_empty(key_heads, parts)
     spread = centroids.new_empty(key_heads, generations, head_dim)
-    widths = {"D": head_dim, "DP": padded(head_dim), "ACC": arithmetic(keys.dtype)["ACC"]}
+    widths = {"D": head_dim, "ACC": accumulator(keys.dtype)}
     _sum_squares_of_block[(_PARTS, blocks, key_heads)](
         keys_ptr=keys, centroids_ptr=centroids, assignment_ptr=assignment, sums_ptr=sums, largest_ptr=largest,
         length=length, block_size=geometry.config.block_size, clusters=centroids.shape[2], TILE=64, num_warps=4,
@@ -47,7 +47,7 @@ def _square_of_ratio(part, whole):
 @kernel(stage="clustering", do_not_specialize=["length", "block_size", "clusters"])
 def _sum_squares_of_block(
     keys_ptr, centroids_ptr, assignment_ptr, sums_ptr, largest_ptr, length, block_size, clusters, TILE: tl.constexpr,
-    D: tl.constexpr, DP: tl.constexpr, ACC: tl.constexpr,
+    D: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """Of a part of the keys of a block, in units of the largest residual there: squares of large ones would overflow.
 
@@ -56,7 +56,7 @@ def _sum_squares_of_block(
     """
     part, block, head = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     of_block = head * tl.num_programs(1) + block
-    total = tl.zeros([DP], ACC)  # [D]
+    total = tl.zeros([padded(D)], ACC)  # [D]
     unit = tl.max(tl.zeros([TILE], ACC), 0)
     rows = tl.cdiv(tl.cdiv(block_size, tl.num_programs(0)), TILE) * TILE
     first, end = block * block_size + part * rows, tl.minimum((block + 1) * block_size, length)
@@ -64,14 +64,14 @@ def _sum_squares_of_block(
         offs_row = begin + tl.arange(0, TILE)  # [TILE]
         mask_row = offs_row < end  # [TILE]
         cluster = tl.load(assignment_ptr + head * length + offs_row, mask=mask_row, other=0)  # [TILE]
-        key = load_rows(keys_ptr, head * length, offs_row, mask_row, D, DP).to(ACC)  # [TILE, D]
+        key = load_rows(keys_ptr, head * length, offs_row, mask_row, D).to(ACC)  # [TILE, D]
         key = tl.where(tl.abs(key) < float("inf"), key, 0.0)
-        residual = key - load_rows(centroids_ptr, of_block * clusters, cluster, mask_row, D, DP).to(ACC)  # [TILE, D]
+        residual = key - load_rows(centroids_ptr, of_block * clusters, cluster, mask_row, D).to(ACC)  # [TILE, D]
         larger = tl.maximum(unit, tl.max(tl.max(tl.abs(residual), 1), 0))
         scaled = residual / tl.where(larger > 0, larger, 1.0)  # [TILE, D]
         total = total * _square_of_ratio(unit, larger) + tl.sum(scaled * scaled, 0)
         unit = larger
-    offs_d = tl.arange(0, DP)  # [D]
+    offs_d = tl.arange(0, padded(D))  # [D]
     at = of_block * tl.num_programs(0) + part
     tl.store(sums_ptr + at * D + offs_d, total, mask=offs_d < D)
     tl.store(largest_ptr + at, unit)
@@ -80,17 +80,17 @@ def _sum_squares_of_block(
 @kernel(stage="clustering", do_not_specialize=["parts"])
 def _scale_spread(
     sums_ptr, largest_ptr, spread_ptr, parts, PARTS_OF_BLOCK: tl.constexpr, IS_CAUSAL: tl.constexpr,
-    PARTS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ACC: tl.constexpr,
+    PARTS: tl.constexpr, D: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """The sums of the past of a generation, in units of their mean over the dimensions; 1 where all are 0.
 
     Grid: (S, G). `sums_ptr`: (G, parts, D); `largest_ptr`: (G, parts); `spread_ptr`: (G, S, D).
     """
     generation, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    offs_part, offs_d = tl.arange(0, PARTS), tl.arange(0, DP)  # [PARTS], [D]
+    offs_part, offs_d = tl.arange(0, PARTS), tl.arange(0, padded(D))  # [PARTS], [D]
     past = tl.minimum(parts, PARTS_OF_BLOCK << generation) if IS_CAUSAL else parts
     units = tl.load(largest_ptr + head * parts + offs_part, mask=offs_part < past, other=0.0)  # [PARTS]
-    some = load_rows(sums_ptr, head * parts, offs_part, offs_part < past, D, DP)  # [PARTS, D]
+    some = load_rows(sums_ptr, head * parts, offs_part, offs_part < past, D)  # [PARTS, D]
     total = tl.sum(some * _square_of_ratio(units, tl.max(units, 0))[:, None], 0)  # [D]
     mean = tl.sum(total, 0) / D
     ptrs = spread_ptr + (head * tl.num_programs(0) + generation) * D + offs_d  # [D]

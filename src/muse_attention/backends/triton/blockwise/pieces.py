@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from muse_attention.backends.triton.blockwise.geometry import PIECE, Geometry
-from muse_attention.backends.triton.blockwise.order import Order
+from muse_attention.backends.triton.blockwise.sorting import Order
 from muse_attention.backends.triton.runtime.launching import kernel
 
 _MOST_LISTED = 1 << 24
@@ -64,15 +64,15 @@ def list_pieces(first_rows: Tensor, begin: int, end: int, order: Order, geometry
     room = pieces if grows else (end - begin) // geometry.config.key_clusters * pieces
     every = tiles * room * (blocks * (blocks - 1) // 2 if grows else blocks)
     found = PieceLists(
-        order.queries.new_empty(geometry.heads, every), order.queries.new_empty(geometry.heads, blocks * tiles),
-        room, grows,
+        order.queries.new_empty(geometry.heads, every), order.queries.new_empty(geometry.heads, blocks * tiles), room,
+        grows,
     )  # fmt: skip
     _list_pieces_of_tile[(blocks * tiles, geometry.heads)](
         first_rows_ptr=first_rows, tile_info_ptr=order.query_tile_info, key_starts_ptr=order.key_starts,
         key_sizes_ptr=order.key_sizes,
         wanted_ptr=order.queries.new_empty(geometry.heads, blocks * tiles, geometry.columns), **found.arguments,
-        begin=begin, end=end, **geometry.sizes(*_SIZES), IS_CAUSAL=geometry.is_causal, ROWS=geometry.rows,
-        COLUMNS=512, WANTED=64, num_warps=4, maxnreg=96,
+        begin=begin, end=end, **geometry.sizes(*_SIZES), IS_CAUSAL=geometry.is_causal, ROWS=geometry.rows, COLUMNS=512,
+        WANTED=64, num_warps=4, maxnreg=96,
     )  # fmt: skip
     return found
 
@@ -204,8 +204,8 @@ def list_tiles(first_rows: Tensor, order: Order, geometry: Geometry) -> TileList
     columns = min(64, 1 << (geometry.columns - 1).bit_length())
     _list_tiles_of_buckets[(-(-geometry.columns // columns), geometry.heads)](
         first_rows_ptr=first_rows, tile_begin_ptr=order.query_tile_begin, tile_info_ptr=order.query_tile_info,
-        **found.arguments, tiles=tiles, columns=geometry.columns,
-        **geometry.sizes("key_clusters", "query_tiles"), IS_CAUSAL=geometry.is_causal, COLUMNS=columns, TILES=64,
+        **found.arguments, tiles=tiles, columns=geometry.columns, **geometry.sizes("key_clusters", "query_tiles"),
+        IS_CAUSAL=geometry.is_causal, COLUMNS=columns, TILES=64,
     )  # fmt: skip
     return found
 
