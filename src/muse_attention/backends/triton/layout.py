@@ -101,19 +101,19 @@ class Heads:
         return self.queries.shape[0] // self.keys.shape[0]
 
     def __getitem__(self, group: slice) -> Heads:
-        of_queries = self.slice_of_queries(group)
+        of_queries = self._slice_of_queries(group)
         tables = vars(self).items()
         return Heads(**{name: table[of_queries if name.startswith("quer") else group] for name, table in tables})
 
-    def slice_of_queries(self, group: slice) -> slice:
+    def _slice_of_queries(self, group: slice) -> slice:
         return slice(group.start * self.shared_by, group.stop * self.shared_by)
 
     def plan_shapes(self, config: MuSeConfig, picks: int) -> list[tuple[int, int]]:
         key_heads, length, _ = self.keys.shape
         return Plan.shapes(config, self.queries.shape[0], key_heads, length, self.query_centroids.shape[1], picks)
 
-    def groups(self, config: MuSeConfig, picks: int, *, is_backward: bool) -> list[slice]:
-        """Groups of key heads, of equal size or nearly so, that fit the workspace."""
+    def groups(self, config: MuSeConfig, picks: int, *, is_backward: bool) -> list[tuple[slice, slice]]:
+        """Groups of key heads, of equal size or nearly so, that fit the workspace; and their query heads."""
         key_heads, length, head_dim = self.keys.shape
         value_dim = self.values.shape[-1]
         both = head_dim + value_dim
@@ -134,7 +134,8 @@ class Heads:
         room = max(WORKSPACE_BYTES, WORKSPACE_OF_INPUTS * of_inputs)
         number = cdiv(key_heads, max(1, room // (numbers * self.keys.element_size())))
         at_once = cdiv(key_heads, number)
-        return [slice(begin, min(begin + at_once, key_heads)) for begin in range(0, key_heads, at_once)]
+        groups = [slice(begin, min(begin + at_once, key_heads)) for begin in range(0, key_heads, at_once)]
+        return [(group, self._slice_of_queries(group)) for group in groups]
 
 
 @dataclass(frozen=True)

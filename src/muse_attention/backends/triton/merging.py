@@ -68,9 +68,8 @@ def add_to_queries(
     _add_to_queries[(cdiv(length, _TILE), heads)](
         own_ptr=own, of_summaries_ptr=summaries.centred, offset_of_summaries_ptr=summaries.of_offset,
         of_pairs_ptr=retrieved.centred, offset_of_pairs_ptr=retrieved.of_offset, has_bucket_ptr=has_bucket,
-        key_offset_ptr=key_offset, total_ptr=own, length=length, shared_by=heads // key_offset.shape[0],
-        picks=picks, HAS_SUMMARIES=of_summaries is not None, SCALE=scale, D=head_dim, TILE=_TILE,
-        ACC=accumulator(own.dtype),
+        key_offset_ptr=key_offset, total_ptr=own, length=length, shared_by=heads // key_offset.shape[0], picks=picks,
+        HAS_SUMMARIES=of_summaries is not None, SCALE=scale, D=head_dim, TILE=_TILE, ACC=accumulator(own.dtype),
     )  # fmt: skip
 
 

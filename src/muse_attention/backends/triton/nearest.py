@@ -32,8 +32,6 @@ class Vectors:
 
     def __init__(self, sides: list[Side]) -> None:
         self.first, self.factor, self.second = sides[0].vectors, sides[0].factor, sides[-1].vectors
-        if len(sides) == 2 and sides[1].factor != 1:
-            raise ValueError("the second side has no factor")
         self.heads = sum(side.vectors.shape[0] for side in sides)
         self.length, self.head_dim = self.first.shape[1:]
         self.clusters = sides[0].clusters

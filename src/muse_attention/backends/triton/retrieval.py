@@ -18,9 +18,8 @@ from torch import Tensor
 
 from muse_attention.backends.triton.bucket_summaries import PairGradients
 from muse_attention.backends.triton.device_functions import LOG2_E, LOG_2, add_dot, dot, load_rows, store_rows
-from muse_attention.backends.triton.digit_sort import group_rows
 from muse_attention.backends.triton.filling import fill
-from muse_attention.backends.triton.grouping import Groups
+from muse_attention.backends.triton.grouping import Groups, group_rows
 from muse_attention.backends.triton.key_offset import QueryGradients
 from muse_attention.backends.triton.numbers import accumulator, cdiv, fitting, gradient_dtype, padded, power_of_two
 from muse_attention.backends.triton.runtime.launching import kernel

@@ -11,10 +11,9 @@ from muse_attention.backends.triton.blockwise import summaries
 from muse_attention.backends.triton.blockwise.backward_to_keys import add_to_keys
 from muse_attention.backends.triton.blockwise.backward_to_queries import add_to_queries, find_delta
 from muse_attention.backends.triton.blockwise.backward_to_summaries import find_gradients_of_summaries
-from muse_attention.backends.triton.blockwise.clustering import cluster, find_start_positions
+from muse_attention.backends.triton.blockwise.clustering import cluster, find_key_spread, find_start_positions
 from muse_attention.backends.triton.blockwise.forward import attend as attend_far
 from muse_attention.backends.triton.blockwise.geometry import Geometry
-from muse_attention.backends.triton.blockwise.key_spread import find_key_spread
 from muse_attention.backends.triton.blockwise.rows import take_residuals
 from muse_attention.backends.triton.blockwise.slopes import Slopes, find_slopes
 from muse_attention.backends.triton.blockwise.sorting import Order, sort_keys, sort_queries
@@ -58,14 +57,11 @@ def _find_clusters(*tensors_and_settings: Any) -> tuple[Tensor, ...]:
     query, key, query_starts, key_starts, config, is_causal, scale = tensors_and_settings
     geometry = Geometry.of(query, key, config, is_causal=is_causal)
     queries, keys = query.flatten(0, 1), key.flatten(0, 1)
-    found = cluster(queries, keys, query_starts, key_starts, geometry, scale=scale)
-    spread = find_key_spread(keys, found.key_centroids, found.key_assignment, geometry)
+    *of_queries, centroids, assignment = cluster(queries, keys, query_starts, key_starts, geometry, scale=scale)
+    of_keys = (centroids, assignment, find_key_spread(keys, centroids, assignment, geometry))
     return (
-        found.query_centroids.unflatten(0, query.shape[:2]),
-        found.query_assignment.unflatten(0, query.shape[:2]),
-        found.key_centroids.unflatten(0, key.shape[:2]),
-        found.key_assignment.unflatten(0, key.shape[:2]),
-        spread.unflatten(0, key.shape[:2]),
+        *(table.unflatten(0, query.shape[:2]) for table in of_queries),
+        *(table.unflatten(0, key.shape[:2]) for table in of_keys),
     )
 
 

@@ -97,7 +97,7 @@ def add_to_keys(
     turns = fill(order.queries.new_empty(geometry.key_heads, grid[0]), 0)
     _queries_backward_to_keys[(*grid, _PARTS)](
         **shared, grad_out_ptr=grad_out, lse_ptr=lse, delta_ptr=delta, queries_ptr=queries,
-        query_order_ptr=order.queries, **list_tiles(first_rows, order, geometry).arguments, turns_ptr=turns,
+        query_order_ptr=order.queries, **list_tiles(first_rows, order, geometry), turns_ptr=turns,
         **geometry.sizes(*_OF_QUERIES), SCALE=scale, FEW_TILES=_FEW_ROWS // geometry.config.tile, ROWS=geometry.rows,
         **fitting(FROM_QUERIES, head_dim, value_dim, queries.dtype, BY_REGISTERS),
     )  # fmt: skip
@@ -201,8 +201,8 @@ def _queries_backward_to_keys(
     Parts add what they found in turn, so that sums have one order. (A part begins no later than those after it.)
 
     Grid: (seen blocks tiles, G, parts). `queries_ptr`: (H, N, D); `grad_out_ptr`: (H, N, DV); `lse_ptr`, `delta_ptr`:
-    (H, N); `query_order_ptr`: (H, nb B) int32; lists as in `TileLists`; `turns_ptr`: (G, seen blocks tiles) int32, all
-    0; the others as in `_summaries_backward_to_keys`.
+    (H, N); `query_order_ptr`: (H, nb B) int32; lists as `list_tiles` returns them; `turns_ptr`: (G, seen blocks tiles)
+    int32, all 0; the others as in `_summaries_backward_to_keys`.
     """
     key_head = tl.program_id(1).to(tl.int64)
     tile = key_head * tl.num_programs(0) + tl.program_id(0)

@@ -109,8 +109,8 @@ def add_to_queries(
     for begin, end in ranges_of_columns(geometry):
         listed = list_pieces(first_rows, begin, end, order, geometry)
         _keys_backward_to_queries[(tiles, geometry.heads)](
-            **shared, queries_ptr=queries, keys_ptr=keys, values_ptr=values, key_order_ptr=order.keys,
-            **listed.arguments, **geometry.sizes(*SIZES_OF_KEYS),
+            **shared, queries_ptr=queries, keys_ptr=keys, values_ptr=values, key_order_ptr=order.keys, **listed,
+            **geometry.sizes(*SIZES_OF_KEYS),
             **fitting(FROM_KEYS, head_dim, value_dim, queries.dtype, FROM_KEYS_BY_REGISTERS),
         )  # fmt: skip
     return delta_of_summaries
@@ -214,8 +214,8 @@ def _keys_backward_to_queries(
 ):  # fmt: skip
     """Gradients of a tile's queries from the keys they retrieve. What rounding does to the keys' offset is taken back.
 
-    Grid: (nb tiles, H). `queries_ptr`: (H, N, D); `keys_ptr`: (G, N, D); `values_ptr`: (G, N, DV); lists as in
-    `PieceLists`; the others as in `_columns_backward_to_queries`.
+    Grid: (nb tiles, H). `queries_ptr`: (H, N, D); `keys_ptr`: (G, N, D); `values_ptr`: (G, N, DV); lists as
+    `list_pieces` returns them; the others as in `_columns_backward_to_queries`.
     """
     head = tl.program_id(1).to(tl.int64)
     number_of_tile = tl.num_programs(0) - 1 - tl.program_id(0)

@@ -84,7 +84,7 @@ def attend(
         listed = list_pieces(first_rows, begin, end, order, geometry)
         _attend_to_keys[(tiles, geometry.heads)](
             queries_ptr=queries, keys_ptr=keys, values_ptr=values, **order.of_queries, key_order_ptr=order.keys,
-            **listed.arguments, **result, **geometry.sizes(*SIZES_OF_KEYS), SCALE=scale, **shared,
+            **listed, **result, **geometry.sizes(*SIZES_OF_KEYS), SCALE=scale, **shared,
             **fitting(TO_KEYS, head_dim, value_dim, queries.dtype, TO_KEYS_BY_REGISTERS),
         )  # fmt: skip
 
@@ -210,8 +210,8 @@ def _attend_to_keys(
 ):  # fmt: skip
     """Attend to the keys that a tile's queries retrieve.
 
-    Grid: (nb tiles, H). `queries_ptr`: (H, N, D); `keys_ptr`: (G, N, D); `values_ptr`: (G, N, DV); lists as in
-    `PieceLists`; the others as in `_attend_to_columns`.
+    Grid: (nb tiles, H). `queries_ptr`: (H, N, D); `keys_ptr`: (G, N, D); `values_ptr`: (G, N, DV); lists as
+    `list_pieces` returns them; the others as in `_attend_to_columns`.
     """
     head = tl.program_id(1).to(tl.int64)
     number_of_tile = tl.num_programs(0) - 1 - tl.program_id(0)
