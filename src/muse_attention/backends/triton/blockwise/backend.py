@@ -9,11 +9,12 @@ from torch import Tensor
 
 from muse_attention.backends.triton.blockwise import summaries
 from muse_attention.backends.triton.blockwise.backward_to_keys import add_to_keys
-from muse_attention.backends.triton.blockwise.backward_to_queries import add_to_queries, find_delta
+from muse_attention.backends.triton.blockwise.backward_to_queries import add_to_queries, gradient_of_softmax
 from muse_attention.backends.triton.blockwise.backward_to_summaries import find_gradients_of_summaries
 from muse_attention.backends.triton.blockwise.clustering import cluster, find_key_spread, find_start_positions
 from muse_attention.backends.triton.blockwise.forward import attend as attend_far
 from muse_attention.backends.triton.blockwise.geometry import Geometry
+from muse_attention.backends.triton.blockwise.heads import Heads
 from muse_attention.backends.triton.blockwise.rows import take_residuals
 from muse_attention.backends.triton.blockwise.slopes import Slopes, find_slopes
 from muse_attention.backends.triton.blockwise.sorting import Order, sort_keys, sort_queries
@@ -82,15 +83,14 @@ def attend(*tensors_and_settings: Any) -> tuple[Tensor, ...]:
     if first_rows is None:
         shape = SelectionShapes.of(config, geometry.length, is_causal=is_causal).retrieved
         first_rows = fill(query.new_empty(*query.shape[:2], *shape, dtype=torch.uint8), NO_ROW)
-    offset = find_key_offset(keys, geometry.config.block_size)
-    columns = summaries.summarise(keys, values, centroids, offset, order, geometry)
+    offset = find_key_offset(keys, config.block_size)
+    heads = Heads(queries, keys, values, centroids, offset, order, geometry, scale)
+    columns = summaries.summarise(heads, centroids)
     if config.uses_first_order:
-        find_slopes(keys, values, key_assigned.flatten(0, 1), centroids, offset, order, geometry, slopes)
-    residuals = take_residuals(queries, centroids, offset, spread, order, geometry, scale=scale)
-    attend_far(
-        Partial(out.flatten(0, 1), lse.flatten(0, 1)), queries, keys, values, residuals, columns, slopes, order,
-        first_rows.flatten(0, 1), geometry, is_chosen=chosen is not None, scale=scale,
-    )  # fmt: skip
+        find_slopes(heads, key_assigned.flatten(0, 1), slopes)
+    residuals = take_residuals(heads, spread)
+    merged = Partial(out.flatten(0, 1), lse.flatten(0, 1))
+    attend_far(merged, heads, residuals, columns, slopes, first_rows.flatten(0, 1), is_chosen=chosen is not None)
     return (memory,) if chosen is not None else (memory, first_rows)
 
 
@@ -105,21 +105,14 @@ def attend_backward(*tensors_and_settings: Any) -> tuple[Tensor, ...]:
         lse, first_rows,
     ) = flat  # fmt: skip
     offset = find_key_offset(keys, config.block_size)
-    columns = summaries.summarise(keys, values, centroids, offset, order, geometry)
-    delta = find_delta(Partial(out, lse), grad_out, grad_lse)
-    of_softmax = (grad_out, lse, delta)
-    residuals = take_residuals(queries, centroids, offset, spread, order, geometry, scale=scale)
-    delta_of_summaries = add_to_queries(
-        grad_queries, *of_softmax, queries, keys, values, residuals, offset, columns, slopes, order, first_rows,
-        geometry, scale=scale,
-    )  # fmt: skip
-    gradients = find_gradients_of_summaries(
-        grad_out, lse, delta_of_summaries, residuals, columns, order, first_rows, geometry
-    )
-    add_to_keys(
-        grad_keys, grad_values, gradients, *of_softmax, queries, keys, values, centroids, offset, columns, order,
-        first_rows, geometry, scale=scale,
-    )  # fmt: skip
+    heads = Heads(queries, keys, values, centroids, offset, order, geometry, scale)
+    columns = summaries.summarise(heads, centroids)
+    of_softmax = gradient_of_softmax(Partial(out, lse), grad_out, grad_lse)
+    residuals = take_residuals(heads, spread)
+    delta = add_to_queries(grad_queries, of_softmax, heads, residuals, columns, slopes, first_rows)
+    of_summaries = {**of_softmax, "delta_ptr": delta}
+    gradients = find_gradients_of_summaries(of_summaries, heads, residuals, columns, first_rows)
+    add_to_keys(grad_keys, grad_values, gradients, of_softmax, heads, columns, first_rows)
     return ()
 
 

@@ -8,16 +8,15 @@ from torch import Tensor
 
 from muse_attention.backends.triton.blockwise.geometry import (
     KEYS_OF_TILE,
-    Geometry,
     first_summary,
     log2_floor,
 )
+from muse_attention.backends.triton.blockwise.heads import Heads
 from muse_attention.backends.triton.blockwise.pieces import list_tiles
-from muse_attention.backends.triton.blockwise.sorting import Order
 from muse_attention.backends.triton.blockwise.summaries import ColumnGradients, Columns
 from muse_attention.backends.triton.device_functions import add_dot, dot, exp_of_less, load_rows, store_rows
 from muse_attention.backends.triton.filling import fill
-from muse_attention.backends.triton.numbers import accumulator, fitting, padded
+from muse_attention.backends.triton.numbers import padded
 from muse_attention.backends.triton.runtime.launching import kernel
 
 FROM_SUMMARIES = {
@@ -57,49 +56,36 @@ def add_to_keys(
     grad_keys: Tensor,
     grad_values: Tensor,
     gradients: ColumnGradients,
-    grad_out: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    centroids: Tensor,
-    key_offset: Tensor,
+    of_softmax: dict[str, Tensor],
+    heads: Heads,
     columns: Columns,
-    order: Order,
     first_rows: Tensor,
-    geometry: Geometry,
-    *,
-    scale: float,
 ) -> None:
-    """Add to the (G, N, D) and (G, N, Dv) gradients of keys and values."""
-    head_dim, value_dim = queries.shape[-1], values.shape[-1]
+    """Add to the (G, N, D) and (G, N, Dv) gradients of keys and values. `of_softmax` is what `gradient_of_softmax`
+    returns."""
+    order, geometry = heads.order, heads.geometry
     grid = (geometry.seen_blocks * geometry.key_tiles, geometry.key_heads)
     shared = {
         "grad_keys_ptr": grad_keys,
         "grad_values_ptr": grad_values,
-        "keys_ptr": keys,
-        "values_ptr": values,
+        "keys_ptr": heads.keys,
+        "values_ptr": heads.values,
         "key_order_ptr": order.keys,
         "key_tile_begin_ptr": order.key_tile_begin,
         "key_tile_info_ptr": order.key_tile_info,
         "KEYS": KEYS_OF_TILE,
-        "D": head_dim,
-        "DV": value_dim,
-        "ACC": accumulator(queries.dtype),
+        **heads.compiled,
     }
     _summaries_backward_to_keys[grid](
-        **shared, **gradients.arguments, centroids_ptr=centroids, key_offset_ptr=key_offset,
+        **shared, **gradients.arguments, centroids_ptr=heads.centroids, key_offset_ptr=heads.key_offset,
         log_mass_ptr=columns.log_mass, **geometry.sizes(*_OF_SUMMARIES), IS_CAUSAL=geometry.is_causal,
-        IS_FROZEN=not geometry.config.differentiable_aggregation,
-        **fitting(FROM_SUMMARIES, head_dim, value_dim, queries.dtype, BY_REGISTERS),
+        IS_FROZEN=not geometry.config.differentiable_aggregation, **heads.fit(FROM_SUMMARIES, BY_REGISTERS),
     )  # fmt: skip
     turns = fill(order.queries.new_empty(geometry.key_heads, grid[0]), 0)
     _queries_backward_to_keys[(*grid, _PARTS)](
-        **shared, grad_out_ptr=grad_out, lse_ptr=lse, delta_ptr=delta, queries_ptr=queries,
-        query_order_ptr=order.queries, **list_tiles(first_rows, order, geometry), turns_ptr=turns,
-        **geometry.sizes(*_OF_QUERIES), SCALE=scale, FEW_TILES=_FEW_ROWS // geometry.config.tile, ROWS=geometry.rows,
-        **fitting(FROM_QUERIES, head_dim, value_dim, queries.dtype, BY_REGISTERS),
+        **shared, **of_softmax, queries_ptr=heads.queries, query_order_ptr=order.queries,
+        **list_tiles(first_rows, order, geometry), turns_ptr=turns, **geometry.sizes(*_OF_QUERIES), SCALE=heads.scale,
+        FEW_TILES=_FEW_ROWS // geometry.config.tile, ROWS=geometry.rows, **heads.fit(FROM_QUERIES, BY_REGISTERS),
     )  # fmt: skip
 
 

@@ -6,7 +6,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from muse_attention.backends.triton.blockwise.geometry import Geometry
+from muse_attention.backends.triton.blockwise.heads import Heads
 from muse_attention.backends.triton.blockwise.pieces import (
     PIECE_SIZE,
     SIZES_OF_KEYS,
@@ -24,10 +24,9 @@ from muse_attention.backends.triton.blockwise.rows import (
     visible_columns,
 )
 from muse_attention.backends.triton.blockwise.slopes import Slopes, load_slope
-from muse_attention.backends.triton.blockwise.sorting import Order
 from muse_attention.backends.triton.blockwise.summaries import Columns
 from muse_attention.backends.triton.device_functions import add_dot, dot, exp_of_less, load_rows, store_rows
-from muse_attention.backends.triton.numbers import accumulator, cdiv, fitting, padded
+from muse_attention.backends.triton.numbers import accumulator, cdiv, padded
 from muse_attention.backends.triton.runtime.launching import kernel
 from muse_attention.core.structures import Partial
 
@@ -47,9 +46,9 @@ FROM_KEYS_BY_REGISTERS = {128: {"KEYS": 32}}
 _TILE = 64
 
 
-def find_delta(merged: Partial, grad_out: Tensor, grad_lse: Tensor | None) -> Tensor:
-    """(H, N): `delta = sum(dO * O) - dL` of each query: with `L`, all that a term's backward needs to know of the
-    others."""
+def gradient_of_softmax(merged: Partial, grad_out: Tensor, grad_lse: Tensor | None) -> dict[str, Tensor]:
+    """As kernels take it: the gradient of the output, the merged lse, and `delta = sum(dO * O) - dL` of each query, (H,
+    N): with `L`, all that a term's backward needs to know of the others."""
     heads, length, value_dim = grad_out.shape
     delta = torch.empty_like(merged.lse)
     _find_delta_of_rows[(cdiv(length, _TILE), heads)](
@@ -57,61 +56,46 @@ def find_delta(merged: Partial, grad_out: Tensor, grad_lse: Tensor | None) -> Te
         delta_ptr=delta, length=length, HAS_GRAD_LSE=grad_lse is not None, DV=value_dim, TILE=_TILE,
         ACC=accumulator(grad_out.dtype),
     )  # fmt: skip
-    return delta
+    return {"grad_out_ptr": grad_out, "lse_ptr": merged.lse, "delta_ptr": delta}
 
 
 def add_to_queries(
     grad_queries: Tensor,
-    grad_out: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
+    of_softmax: dict[str, Tensor],
+    heads: Heads,
     residuals: Residuals,
-    key_offset: Tensor,
     columns: Columns,
     slopes: Slopes,
-    order: Order,
     first_rows: Tensor,
-    geometry: Geometry,
-    *,
-    scale: float,
 ) -> Tensor:
-    """Add to the (H, N, D) gradients of queries. `lse` is that of the merged softmax, `key_offset` is (G, D).
+    """Add to the (H, N, D) gradients of queries. `of_softmax` is what `gradient_of_softmax` returns.
 
     Also the `delta` of summaries, (H, nb B), in the order of places: all of them gain the same by a slope.
     """
+    order, geometry = heads.order, heads.geometry
     config = geometry.config
-    head_dim, value_dim = queries.shape[-1], values.shape[-1]
     tiles = geometry.blocks * geometry.query_tiles
-    launch = fitting(FROM_COLUMNS, head_dim, value_dim, queries.dtype, FROM_COLUMNS_BY_REGISTERS)
-    launch = {**launch, "COLUMNS": min(launch["COLUMNS"], padded(geometry.columns))}
     shared = {
         "grad_queries_ptr": grad_queries,
-        "grad_out_ptr": grad_out,
-        "lse_ptr": lse,
-        "delta_ptr": delta,
-        "key_offset_ptr": key_offset,
+        **of_softmax,
+        "key_offset_ptr": heads.key_offset,
         **order.of_queries,
-        "SCALE": scale,
+        "SCALE": heads.scale,
         "ROWS": geometry.rows,
-        "D": head_dim,
-        "DV": value_dim,
-        "ACC": accumulator(queries.dtype),
+        **heads.compiled,
     }
     delta_of_summaries = torch.empty_like(residuals.width)
     _columns_backward_to_queries[(tiles, geometry.heads)](
         **shared, **residuals.arguments, **columns.of_logits, **slopes.arguments, first_rows_ptr=first_rows,
         delta_of_summaries_ptr=delta_of_summaries, **geometry.sizes(*SIZES_OF_COLUMNS), IS_CAUSAL=geometry.is_causal,
-        FIRST_ORDER=config.uses_first_order, SECOND_ORDER=config.uses_second_order, **launch,
+        FIRST_ORDER=config.uses_first_order, SECOND_ORDER=config.uses_second_order,
+        **heads.fit(FROM_COLUMNS, FROM_COLUMNS_BY_REGISTERS),
     )  # fmt: skip
     for begin, end in ranges_of_columns(geometry):
         listed = list_pieces(first_rows, begin, end, order, geometry)
         _keys_backward_to_queries[(tiles, geometry.heads)](
-            **shared, queries_ptr=queries, keys_ptr=keys, values_ptr=values, key_order_ptr=order.keys, **listed,
-            **geometry.sizes(*SIZES_OF_KEYS),
-            **fitting(FROM_KEYS, head_dim, value_dim, queries.dtype, FROM_KEYS_BY_REGISTERS),
+            **shared, queries_ptr=heads.queries, keys_ptr=heads.keys, values_ptr=heads.values, key_order_ptr=order.keys,
+            **listed, **geometry.sizes(*SIZES_OF_KEYS), **heads.fit(FROM_KEYS, FROM_KEYS_BY_REGISTERS),
         )  # fmt: skip
     return delta_of_summaries
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import triton.language as tl
 from torch import Tensor
 
-from muse_attention.backends.triton.blockwise.geometry import Geometry, first_summary
+from muse_attention.backends.triton.blockwise.geometry import first_summary
+from muse_attention.backends.triton.blockwise.heads import Heads
 from muse_attention.backends.triton.blockwise.rows import SIZES_OF_COLUMNS, Residuals
-from muse_attention.backends.triton.blockwise.sorting import Order
 from muse_attention.backends.triton.blockwise.summaries import ColumnGradients, Columns
 from muse_attention.backends.triton.device_functions import add_dot, dot, exp_of_less, load_rows, store_rows
-from muse_attention.backends.triton.numbers import accumulator, cdiv, fitting, padded
+from muse_attention.backends.triton.numbers import cdiv, padded
 from muse_attention.backends.triton.runtime.launching import kernel
 
 TO_SUMMARIES = {
@@ -23,29 +23,21 @@ BY_REGISTERS = {128: {"COLUMNS": 32}, 256: {"COLUMNS": 32, "num_warps": 8}}
 
 
 def find_gradients_of_summaries(
-    grad_out: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    residuals: Residuals,
-    columns: Columns,
-    order: Order,
-    first_rows: Tensor,
-    geometry: Geometry,
+    of_softmax: dict[str, Tensor], heads: Heads, residuals: Residuals, columns: Columns, first_rows: Tensor
 ) -> ColumnGradients:
-    """`lse` is (H, N), of the merged softmax; `delta` is (H, nb B), what `add_to_queries` returns."""
+    """`of_softmax` is what `gradient_of_softmax` returns, with the `delta` of summaries."""
+    order, geometry = heads.order, heads.geometry
     config = geometry.config
-    head_dim, value_dim = residuals.residuals.shape[-1], grad_out.shape[-1]
     gradients = ColumnGradients.new(columns)
-    launch = fitting(TO_SUMMARIES, head_dim, value_dim, grad_out.dtype, BY_REGISTERS)
-    launch = {**launch, "COLUMNS": min(launch["COLUMNS"], padded(geometry.columns))}
+    launch = heads.fit(TO_SUMMARIES, BY_REGISTERS)
     centroids = geometry.generations.number * config.query_clusters
     _far_backward_to_summaries[(cdiv(geometry.columns, launch["COLUMNS"]), centroids, geometry.heads)](
-        grad_out_ptr=grad_out, lse_ptr=lse, delta_ptr=delta, **residuals.arguments, **columns.of_logits,
-        query_order_ptr=order.queries, tile_begin_ptr=order.query_tile_begin, tile_info_ptr=order.query_tile_info,
+        **of_softmax, **residuals.arguments, **columns.of_logits, query_order_ptr=order.queries,
+        tile_begin_ptr=order.query_tile_begin, tile_info_ptr=order.query_tile_info,
         tiles_before_ptr=order.query_tiles_before, first_rows_ptr=first_rows, **gradients.arguments,
         **geometry.sizes(*SIZES_OF_COLUMNS), IS_CAUSAL=geometry.is_causal, SECOND_ORDER=config.uses_second_order,
-        IS_FROZEN=not config.differentiable_aggregation, TILE=config.tile, ROWS=geometry.rows, D=head_dim, DV=value_dim,
-        ACC=accumulator(grad_out.dtype), **launch,
+        IS_FROZEN=not config.differentiable_aggregation, TILE=config.tile, ROWS=geometry.rows, **heads.compiled,
+        **launch,
     )  # fmt: skip
     return gradients
 

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from muse_attention.backends.triton.blockwise.geometry import Geometry
+from muse_attention.backends.triton.blockwise.heads import Heads
 from muse_attention.backends.triton.blockwise.pieces import (
     PIECE_SIZE,
     SIZES_OF_KEYS,
@@ -24,10 +24,8 @@ from muse_attention.backends.triton.blockwise.rows import (
     visible_columns,
 )
 from muse_attention.backends.triton.blockwise.slopes import Slopes, load_slope
-from muse_attention.backends.triton.blockwise.sorting import Order
 from muse_attention.backends.triton.blockwise.summaries import Columns
 from muse_attention.backends.triton.device_functions import LOG2_E, add_dot, dot, exp_of_less, load_rows, store_rows
-from muse_attention.backends.triton.numbers import accumulator, fitting, padded
 from muse_attention.backends.triton.runtime.launching import kernel
 from muse_attention.core.expected_error import LARGEST_GROWTH
 from muse_attention.core.structures import Partial
@@ -49,43 +47,36 @@ TO_KEYS_BY_REGISTERS = {128: {"KEYS": 64}}
 
 def attend(
     merged: Partial,
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
+    heads: Heads,
     residuals: Residuals,
     columns: Columns,
     slopes: Slopes,
-    order: Order,
     first_rows: Tensor,
-    geometry: Geometry,
     *,
     is_chosen: bool,
-    scale: float,
 ) -> None:
     """Add the far field to `merged`, the own block's (H, N, Dv) output and (H, N) lse.
 
     `first_rows` is the selection, (H, nb, tiles, seen blocks K) uint8: read if it `is_chosen`, else written.
     """
+    order, geometry = heads.order, heads.geometry
     config = geometry.config
-    head_dim, value_dim = queries.shape[-1], values.shape[-1]
     tiles = geometry.blocks * geometry.query_tiles
-    launch = fitting(TO_COLUMNS, head_dim, value_dim, queries.dtype, TO_COLUMNS_BY_REGISTERS)
-    launch = {**launch, "COLUMNS": min(launch["COLUMNS"], padded(geometry.columns))}
     assert config.tolerance is not None
-    result = {"out_ptr": merged.out, "lse_ptr": merged.lse}
-    shared = {"ROWS": geometry.rows, "D": head_dim, "DV": value_dim, "ACC": accumulator(queries.dtype)}
+    shared = {"out_ptr": merged.out, "lse_ptr": merged.lse, "ROWS": geometry.rows, **heads.compiled}
     _attend_to_columns[(tiles, geometry.heads)](
         **residuals.arguments, **columns.arguments, **slopes.arguments, **order.of_queries, first_rows_ptr=first_rows,
-        **result, **geometry.sizes(*SIZES_OF_COLUMNS), tolerance=config.tolerance, CAUTION=config.caution,
+        **geometry.sizes(*SIZES_OF_COLUMNS), tolerance=config.tolerance, CAUTION=config.caution,
         LARGEST_GROWTH=LARGEST_GROWTH, IS_CAUSAL=geometry.is_causal, IS_CHOSEN=is_chosen,
-        FIRST_ORDER=config.uses_first_order, SECOND_ORDER=config.uses_second_order, **shared, **launch,
+        FIRST_ORDER=config.uses_first_order, SECOND_ORDER=config.uses_second_order, **shared,
+        **heads.fit(TO_COLUMNS, TO_COLUMNS_BY_REGISTERS),
     )  # fmt: skip
     for begin, end in ranges_of_columns(geometry):
         listed = list_pieces(first_rows, begin, end, order, geometry)
         _attend_to_keys[(tiles, geometry.heads)](
-            queries_ptr=queries, keys_ptr=keys, values_ptr=values, **order.of_queries, key_order_ptr=order.keys,
-            **listed, **result, **geometry.sizes(*SIZES_OF_KEYS), SCALE=scale, **shared,
-            **fitting(TO_KEYS, head_dim, value_dim, queries.dtype, TO_KEYS_BY_REGISTERS),
+            queries_ptr=heads.queries, keys_ptr=heads.keys, values_ptr=heads.values, **order.of_queries,
+            key_order_ptr=order.keys, **listed, **geometry.sizes(*SIZES_OF_KEYS), SCALE=heads.scale, **shared,
+            **heads.fit(TO_KEYS, TO_KEYS_BY_REGISTERS),
         )  # fmt: skip
 
 

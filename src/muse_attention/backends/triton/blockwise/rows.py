@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from muse_attention.backends.triton.blockwise.geometry import Geometry, generation_of_block
-from muse_attention.backends.triton.blockwise.sorting import Order
+from muse_attention.backends.triton.blockwise.geometry import generation_of_block
+from muse_attention.backends.triton.blockwise.heads import Heads
 from muse_attention.backends.triton.device_functions import dot, load_rows, store_rows
 from muse_attention.backends.triton.numbers import accumulator, padded
 from muse_attention.backends.triton.runtime.launching import kernel
@@ -40,29 +40,20 @@ class Residuals:
         return {f"{name}_ptr": table for name, table in vars(self).items()}
 
 
-def take_residuals(
-    queries: Tensor,
-    centroids: Tensor,
-    key_offset: Tensor,
-    key_spread: Tensor,
-    order: Order,
-    geometry: Geometry,
-    *,
-    scale: float,
-) -> Residuals:
-    """Of (H, N, D) queries, from (H, S, Q, D) centroids; `key_offset` is (G, D), `key_spread` (G, S, D)."""
-    heads, _, head_dim = queries.shape
-    places = order.queries.shape[1]
+def take_residuals(heads: Heads, key_spread: Tensor) -> Residuals:
+    """`key_spread` is (G, S, D)."""
+    queries, order, geometry = heads.queries, heads.order, heads.geometry
+    places = order.queries.shape
     wide = compute_dtype(queries.dtype)
     found = Residuals(
-        queries.new_empty(heads, places, head_dim),
-        queries.new_empty(heads, places, dtype=wide),
-        queries.new_empty(heads, places, dtype=wide),
+        queries.new_empty(*places, queries.shape[-1]),
+        queries.new_empty(places, dtype=wide),
+        queries.new_empty(places, dtype=wide),
     )
-    _take_residuals_of_tile[(geometry.blocks * geometry.query_tiles, heads)](
-        queries_ptr=queries, centroids_ptr=centroids, key_offset_ptr=key_offset, key_spread_ptr=key_spread,
-        **order.of_queries, **found.arguments, **geometry.sizes(*_SIZES), SCALE=scale, IS_CAUSAL=geometry.is_causal,
-        ROWS=geometry.rows, D=head_dim, ACC=accumulator(queries.dtype),
+    _take_residuals_of_tile[(geometry.blocks * geometry.query_tiles, geometry.heads)](
+        queries_ptr=queries, centroids_ptr=heads.centroids, key_offset_ptr=heads.key_offset, key_spread_ptr=key_spread,
+        **order.of_queries, **found.arguments, **geometry.sizes(*_SIZES), SCALE=heads.scale,
+        IS_CAUSAL=geometry.is_causal, ROWS=geometry.rows, D=queries.shape[-1], ACC=accumulator(queries.dtype),
     )  # fmt: skip
     return found
 

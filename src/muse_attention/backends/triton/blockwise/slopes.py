@@ -20,7 +20,7 @@ from muse_attention.backends.triton.blockwise.geometry import (
     generation_of_block,
     generation_of_slot,
 )
-from muse_attention.backends.triton.blockwise.sorting import Order
+from muse_attention.backends.triton.blockwise.heads import Heads
 from muse_attention.backends.triton.blockwise.summaries import summarise
 from muse_attention.backends.triton.device_functions import (
     LOG2_E,
@@ -32,7 +32,7 @@ from muse_attention.backends.triton.device_functions import (
     load_rows,
 )
 from muse_attention.backends.triton.integer_tables import size_of_tables
-from muse_attention.backends.triton.numbers import accumulator, cdiv, fitting, padded, power_of_two
+from muse_attention.backends.triton.numbers import accumulator, cdiv, padded, power_of_two
 from muse_attention.backends.triton.runtime.launching import kernel
 from muse_attention.core.precision import compute_dtype
 from muse_attention.core.slopes import LARGEST_REACH, TILT_OF_SLOPE
@@ -89,41 +89,30 @@ def _rooms(geometry: Geometry, head_dim: int, value_dim: int, dtype: torch.dtype
     return [size_of_tables([(cdiv(size, torch.int32.itemsize),)]) for size in sizes]
 
 
-def find_slopes(
-    keys: Tensor,
-    values: Tensor,
-    key_assignment: Tensor,
-    centroids: Tensor,
-    key_offset: Tensor,
-    order: Order,
-    geometry: Geometry,
-    slopes: Slopes,
-) -> None:
-    """Write those of (G, N, D) keys and (G, N, Dv) values in clusters, (G, N), for (H, S, Q, D) centroids; `key_offset`
-    is (G, D)."""
-    heads, generations, _, head_dim = centroids.shape
-    value_dim = values.shape[-1]
-    shared = {"D": head_dim, "DV": value_dim, "ACC": accumulator(keys.dtype)}
+def find_slopes(heads: Heads, key_assignment: Tensor, slopes: Slopes) -> None:
+    """Write those of keys in clusters, (G, N)."""
+    keys, values, centroids, geometry = heads.keys, heads.values, heads.centroids, heads.geometry
+    _, generations, clusters, head_dim = centroids.shape
     centres = torch.empty_like(centroids[:, :, :1])
-    _find_centre[(generations, heads)](
-        centroids_ptr=centroids, centres_ptr=centres, clusters=centroids.shape[2], TILT=TILT_OF_SLOPE, D=head_dim,
-        QP=padded(centroids.shape[2]), ACC=shared["ACC"],
+    _find_centre[(generations, geometry.heads)](
+        centroids_ptr=centroids, centres_ptr=centres, clusters=clusters, TILT=TILT_OF_SLOPE, D=head_dim,
+        QP=padded(clusters), ACC=accumulator(keys.dtype),
     )  # fmt: skip
-    columns = summarise(keys, values, centres, key_offset, order, geometry)
-    slots = (heads, geometry.generations.summarised_blocks)
-    sums = centroids.new_empty(*slots, _PARTS, head_dim, value_dim)
+    columns = summarise(heads, centres)
+    slots = (geometry.heads, geometry.generations.summarised_blocks)
+    sums = centroids.new_empty(*slots, _PARTS, head_dim, values.shape[-1])
     largest, total, moment = (sums.new_empty(slots) for _ in range(3))
     of_slots = {"sums_ptr": sums, "largest_ptr": largest, "total_ptr": total, "moment_ptr": moment}
     _sum_slopes_of_part[(_PARTS, *reversed(slots))](
         keys_ptr=keys, values_ptr=values, key_assignment_ptr=key_assignment, centres_ptr=centres,
-        key_offset_ptr=key_offset, log_mass_ptr=columns.log_mass, key_mean_ptr=columns.key_mean,
+        key_offset_ptr=heads.key_offset, log_mass_ptr=columns.log_mass, key_mean_ptr=columns.key_mean,
         deviation_ptr=columns.deviation, **of_slots, **geometry.sizes(*_OF_SUMS), IS_CAUSAL=geometry.is_causal,
-        KP=padded(geometry.config.key_clusters), **shared, **fitting(SUM_SLOPES, head_dim, value_dim, keys.dtype),
+        KP=padded(geometry.config.key_clusters), **heads.compiled, **heads.fit(SUM_SLOPES),
     )  # fmt: skip
-    _add_slopes_of_blocks[(cdiv(head_dim, _DIMS), geometry.blocks, heads)](
+    _add_slopes_of_blocks[(cdiv(head_dim, _DIMS), geometry.blocks, geometry.heads)](
         **of_slots, slope_ptr=slopes.matrix, slope_deviation_ptr=slopes.deviation, **geometry.sizes(*_OF_BLOCKS),
         IS_CAUSAL=geometry.is_causal, LARGEST=torch.finfo(keys.dtype).max, DIMS=_DIMS, PARTS=_PARTS,
-        BLOCKS=power_of_two(geometry.seen_blocks), num_warps=4, **shared,
+        BLOCKS=power_of_two(geometry.seen_blocks), num_warps=4, **heads.compiled,
     )  # fmt: skip
 
 

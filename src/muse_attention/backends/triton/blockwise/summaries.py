@@ -8,8 +8,8 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from muse_attention.backends.triton.blockwise.geometry import Geometry, first_summary, log2_floor
-from muse_attention.backends.triton.blockwise.sorting import Order
+from muse_attention.backends.triton.blockwise.geometry import first_summary, log2_floor
+from muse_attention.backends.triton.blockwise.heads import Heads
 from muse_attention.backends.triton.device_functions import (
     add_dot,
     dot,
@@ -18,7 +18,7 @@ from muse_attention.backends.triton.device_functions import (
     load_rows,
     store_rows,
 )
-from muse_attention.backends.triton.numbers import accumulator, cdiv, fitting, gradient_dtype, padded
+from muse_attention.backends.triton.numbers import cdiv, gradient_dtype, padded
 from muse_attention.backends.triton.runtime.launching import kernel
 from muse_attention.core.expected_error import LEAST_PLAIN_SPREAD
 from muse_attention.core.precision import compute_dtype
@@ -86,11 +86,9 @@ class ColumnGradients:
         return {f"grad_{name}_ptr": table for name, table in vars(self).items()}
 
 
-def summarise(
-    keys: Tensor, values: Tensor, centroids: Tensor, key_offset: Tensor, order: Order, geometry: Geometry
-) -> Columns:
-    """Of (G, N, D) keys and (G, N, Dv) values, for (H, S, Q, D) centroids; `key_offset` is (G, D)."""
-    head_dim, value_dim = keys.shape[-1], values.shape[-1]
+def summarise(heads: Heads, centroids: Tensor) -> Columns:
+    """For these (H, S, Q, D) centroids."""
+    keys, geometry = heads.keys, heads.geometry
     config, generations = geometry.config, geometry.generations
     clusters = centroids.shape[2]
     shape = (geometry.heads, clusters, generations.summarised_blocks, config.key_clusters)
@@ -98,20 +96,20 @@ def summarise(
     of_buckets = (geometry.key_heads, geometry.seen_blocks, config.key_clusters)
     columns = Columns(
         log_mass,
-        keys.new_empty(*shape, head_dim),
-        keys.new_empty(*shape, value_dim),
+        keys.new_empty(*shape, keys.shape[-1]),
+        keys.new_empty(*shape, heads.values.shape[-1]),
         torch.empty_like(log_mass),
         torch.empty_like(log_mass),
         log_mass.new_empty(of_buckets),
         log_mass.new_empty(of_buckets),
     )
-    launch = fitting(SUMMARISE, head_dim, value_dim, keys.dtype)
+    launch = heads.fit(SUMMARISE)
     chunks = cdiv(generations.number * clusters, launch["ROWS"])
     _summarise_bucket[(geometry.columns, chunks, geometry.heads)](
-        keys_ptr=keys, values_ptr=values, centroids_ptr=centroids, key_offset_ptr=key_offset, **order.of_buckets,
-        **columns.arguments, **geometry.sizes(*_SIZES), query_clusters=clusters, mean_size=config.mean_bucket,
-        LEAST_PLAIN=LEAST_PLAIN_SPREAD, IS_CAUSAL=geometry.is_causal, D=head_dim, DV=value_dim,
-        ACC=accumulator(keys.dtype), **launch,
+        keys_ptr=keys, values_ptr=heads.values, centroids_ptr=centroids, key_offset_ptr=heads.key_offset,
+        **heads.order.of_buckets, **columns.arguments, **geometry.sizes(*_SIZES), query_clusters=clusters,
+        mean_size=config.mean_bucket, LEAST_PLAIN=LEAST_PLAIN_SPREAD, IS_CAUSAL=geometry.is_causal, **heads.compiled,
+        **launch,
     )  # fmt: skip
     return columns
 
