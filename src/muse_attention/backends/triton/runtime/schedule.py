@@ -53,7 +53,9 @@ def run(function: Function, tensors: Sequence[Tensor | None], settings: tuple[Ha
         if schedule.direct is None or _is_listened_to():
             memories = [*tensors, *outputs, torch.empty(schedule.workspace, dtype=torch.uint8, device=device)]
             tensor_at = functools.partial(_tensor_at, memories)
-            compiled = [_with(launch, _Place, tensor_at).now() for launch in schedule.launches]
+            compiled = []
+            for launch in schedule.launches:
+                compiled.append(_with(launch, _Place, tensor_at).now())
             schedule.direct = schedule.direct or _direct(schedule.launches, compiled)
         else:
             # (Not a tensor, which PyTorch would fill under deterministic algorithms.)
