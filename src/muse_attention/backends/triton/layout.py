@@ -1,4 +1,4 @@
-"""How heads, queries and keys are laid out for the kernels, and how many heads go through them at a time."""
+"""How heads, queries and keys are laid out for the kernels, in which orders, and how many go through at a time."""
 
 from __future__ import annotations
 
@@ -102,8 +102,15 @@ class Heads:
 
     def __getitem__(self, group: slice) -> Heads:
         of_queries = self._slice_of_queries(group)
-        tables = vars(self).items()
-        return Heads(**{name: table[of_queries if name.startswith("quer") else group] for name, table in tables})
+        return Heads(
+            self.queries[of_queries],
+            self.keys[group],
+            self.values[group],
+            self.query_centroids[of_queries],
+            self.query_assignment[of_queries],
+            self.key_assignment[group],
+            self.key_offset[group],
+        )
 
     def _slice_of_queries(self, group: slice) -> slice:
         return slice(group.start * self.shared_by, group.stop * self.shared_by)
