@@ -13,7 +13,6 @@ from torch import Tensor
 
 from muse_attention import MuSeConfig, find_clusters, get_attention, muse_attention, ops
 from muse_attention.backends.triton.integer_tables import size_of_tables
-from muse_attention.backends.triton.plan import Plan
 from muse_attention.baselines.moba import _block_means
 from tests.against_torch import assert_at_most_twice_the_error_of_torch
 from tests.block_choice import SIZES, assert_best_blocks, choose
@@ -25,6 +24,7 @@ from tests.strict_causality import Combination, assert_nothing_later_matters, dr
 pytest.importorskip("triton")
 
 from muse_attention.backends.triton import numbers
+from muse_attention.backends.triton.layout import Plan
 from muse_attention.backends.triton.runtime import launching, schedule
 from muse_attention.backends.triton.runtime.chips import Chip
 
@@ -256,11 +256,13 @@ def test_a_plan_is_views_of_one_tensor() -> None:
     shapes = Plan.shapes(MuSeConfig.parse("Q5K6R2B4"), heads=4, key_heads=2, length=10, query_clusters=5, picks=2)
     memory = torch.arange(size_of_tables(shapes), dtype=torch.int32)
     plan = Plan.of(memory, shapes)
-    assert plan.pair_order.shape == (2, 40)
-    numbers = torch.cat([tensor.flatten() for tensor in vars(plan).values()])
-    assert len(numbers.unique()) == sum(rows * columns for rows, columns in shapes)
-    assert all(tensor.data_ptr() % 16 == 0 for tensor in vars(plan).values())
-    assert plan.of_heads(slice(1, 2), slice(2, 4)).segment_order.shape == (2, 10)
+    assert plan.pairs.order.shape == (2, 40)
+    tables = [table for groups in vars(plan).values() for table in (groups.order, groups.starts)]
+    assert len(torch.cat([table.flatten() for table in tables]).unique()) == sum(
+        rows * columns for rows, columns in shapes
+    )
+    assert all(table.data_ptr() % 16 == 0 for table in tables)
+    assert plan.of_heads(slice(1, 2), slice(2, 4)).segments.order.shape == (2, 10)
 
 
 @pytest.mark.parametrize("config", ["Q3K4R2B32", "Q3K4T0.1B32"])

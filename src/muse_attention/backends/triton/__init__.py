@@ -13,10 +13,10 @@ Names in kernels are those of Triton's tutorials:
 - `offs_row` are indices of rows, `offs` those of all entries of a tile. A *place* counts rows in the order of their
   groups, a *row* in the order of the inputs.
 - `mask_row` says which of `offs_row` exist, `mask` which entries of a tile do.
-- `CAPITALS` are compiled in. `D` and `DV` are the head dimensions of keys and values, `DP` and `DVP` the powers of two
+- `CAPITALS` are compiled in. `D` and `DV` are the head dimensions of keys and values; `padded` gives the powers of two
   that hold them.
 - `# [ROWS, D]` is the shape of the tile in that line, or in the next; it is left out where the line itself says it. In
-  shapes `D` stands for `DP`: tiles are padded, with zeros where they were loaded.
+  shapes `D` stands for `padded(D)`: tiles are padded, with zeros where they were loaded.
 
 A kernel's docstring has its grid, and the shapes behind its pointers. Launches are by keyword; a structure that kernels
 take as a whole has `arguments`.

@@ -6,6 +6,7 @@ is the summary that the queries of the next block see.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,11 +14,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from muse_attention.backends.triton.numbers import arithmetic, cdiv, padded, power_of_two
-from muse_attention.backends.triton.row_tiles import load_rows, store_rows
+from muse_attention.backends.triton.bucket_summaries import pointers
+from muse_attention.backends.triton.device_functions import load_rows, store_rows
+from muse_attention.backends.triton.numbers import accumulator, cdiv, padded, power_of_two
 from muse_attention.backends.triton.runtime.launching import kernel
-from muse_attention.backends.triton.summaries import Accumulated, pointers
 from muse_attention.core.structures import Summaries
+
+
+@dataclass(frozen=True)
+class Accumulated:
+    """For each block, one summary per key cluster of all the blocks it sees: the earlier ones, or all others."""
+
+    seen: Summaries
+    """(H, Q, nb, K, ...)"""
+    mass_before: Tensor
+    """(H, Q, nb, K): log-mass of the blocks before; the log-mass of `seen` itself if these are all it sees"""
+    mass_after: Tensor
+    """(H, Q, nb, K): log-mass of the blocks after; `mass_before` if nothing after is seen"""
 
 
 def accumulate(of_buckets: Summaries, *, is_causal: bool) -> Accumulated:
@@ -71,11 +84,9 @@ def _constants(summaries: Summaries) -> dict[str, Any]:
     head_dim, value_dim = summaries.key_mean.shape[-1], summaries.value_mean.shape[-1]
     return {
         "D": head_dim,
-        "DP": padded(head_dim),
         "DV": value_dim,
-        "DVP": padded(value_dim),
         "TILE": max(1, min(power_of_two(key_clusters), 2048 // max(padded(head_dim), padded(value_dim)))),
-        "ACC": arithmetic(summaries.log_mass.dtype)["ACC"],
+        "ACC": accumulator(summaries.log_mass.dtype),
     }
 
 
@@ -97,8 +108,8 @@ def _log_of_sum(first, second):
 @kernel(stage="summaries", do_not_specialize=["blocks", "key_clusters"])
 def _accumulate(
     mass_ptr, key_mean_ptr, value_mean_ptr, seen_mass_ptr, seen_key_mean_ptr, seen_value_mean_ptr, mass_before_ptr,
-    mass_after_ptr, blocks, key_clusters, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
-    IS_CAUSAL: tl.constexpr, TILE: tl.constexpr, ACC: tl.constexpr,
+    mass_after_ptr, blocks, key_clusters, D: tl.constexpr, DV: tl.constexpr, IS_CAUSAL: tl.constexpr,
+    TILE: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """For each block, one summary per key cluster of all the blocks it sees.
 
@@ -113,16 +124,16 @@ def _accumulate(
 
     # 1. What comes before each block. With causal attention that is all it sees.
     before_log = tl.full([TILE], float("-inf"), ACC)
-    before_keys = tl.zeros([TILE, DP], ACC)  # [TILE, D]
-    before_values = tl.zeros([TILE, DVP], ACC)  # [TILE, DV]
+    before_keys = tl.zeros([TILE, padded(D)], ACC)  # [TILE, D]
+    before_values = tl.zeros([TILE, padded(DV)], ACC)  # [TILE, DV]
     for block in range(blocks):
         at = entry + block * key_clusters
         tl.store(mass_before_ptr + at + offs_cluster, before_log, mask=mask_cluster)
-        store_rows(seen_key_mean_ptr, at, offs_cluster, mask_cluster, before_keys, D, DP)
-        store_rows(seen_value_mean_ptr, at, offs_cluster, mask_cluster, before_values, DV, DVP)
+        store_rows(seen_key_mean_ptr, at, offs_cluster, mask_cluster, before_keys, D)
+        store_rows(seen_value_mean_ptr, at, offs_cluster, mask_cluster, before_values, DV)
         log_mass = tl.load(mass_ptr + at + offs_cluster, mask=mask_cluster, other=float("-inf"))  # [TILE]
-        own_keys = load_rows(key_mean_ptr, at, offs_cluster, mask_cluster, D, DP).to(ACC)  # [TILE, D]
-        own_values = load_rows(value_mean_ptr, at, offs_cluster, mask_cluster, DV, DVP).to(ACC)  # [TILE, DV]
+        own_keys = load_rows(key_mean_ptr, at, offs_cluster, mask_cluster, D).to(ACC)  # [TILE, D]
+        own_values = load_rows(value_mean_ptr, at, offs_cluster, mask_cluster, DV).to(ACC)  # [TILE, DV]
         together = _log_of_sum(before_log, log_mass)  # [TILE]
         # [TILE], [TILE]
         share, share_before = _exp_of_difference(log_mass, together), _exp_of_difference(before_log, together)
@@ -133,27 +144,27 @@ def _accumulate(
     # 2. Now backwards: what comes after each block joins what was seen before it.
     if not IS_CAUSAL:
         after_log = tl.full([TILE], float("-inf"), ACC)
-        after_keys = tl.zeros([TILE, DP], ACC)  # [TILE, D]
-        after_values = tl.zeros([TILE, DVP], ACC)  # [TILE, DV]
+        after_keys = tl.zeros([TILE, padded(D)], ACC)  # [TILE, D]
+        after_values = tl.zeros([TILE, padded(DV)], ACC)  # [TILE, DV]
         tl.debug_barrier()
         for step in range(blocks):
             at = entry + (blocks - 1 - step) * key_clusters
             before_log = tl.load(mass_before_ptr + at + offs_cluster, mask=mask_cluster, other=float("-inf"))
             together = _log_of_sum(before_log, after_log)
             share_before, share = _exp_of_difference(before_log, together), _exp_of_difference(after_log, together)
-            before_keys = load_rows(seen_key_mean_ptr, at, offs_cluster, mask_cluster, D, DP).to(ACC)
-            before_values = load_rows(seen_value_mean_ptr, at, offs_cluster, mask_cluster, DV, DVP).to(ACC)
+            before_keys = load_rows(seen_key_mean_ptr, at, offs_cluster, mask_cluster, D).to(ACC)
+            before_values = load_rows(seen_value_mean_ptr, at, offs_cluster, mask_cluster, DV).to(ACC)
             both_keys = before_keys * share_before[:, None] + after_keys * share[:, None]  # [TILE, D]
             both_values = before_values * share_before[:, None] + after_values * share[:, None]  # [TILE, DV]
             tl.store(mass_after_ptr + at + offs_cluster, after_log, mask=mask_cluster)
             tl.store(seen_mass_ptr + at + offs_cluster, together, mask=mask_cluster)
-            store_rows(seen_key_mean_ptr, at, offs_cluster, mask_cluster, both_keys, D, DP)
-            store_rows(seen_value_mean_ptr, at, offs_cluster, mask_cluster, both_values, DV, DVP)
+            store_rows(seen_key_mean_ptr, at, offs_cluster, mask_cluster, both_keys, D)
+            store_rows(seen_value_mean_ptr, at, offs_cluster, mask_cluster, both_values, DV)
             log_mass = tl.load(mass_ptr + at + offs_cluster, mask=mask_cluster, other=float("-inf"))
             together = _log_of_sum(after_log, log_mass)
             share, share_before = _exp_of_difference(log_mass, together), _exp_of_difference(after_log, together)
-            own_keys = load_rows(key_mean_ptr, at, offs_cluster, mask_cluster, D, DP).to(ACC)
-            own_values = load_rows(value_mean_ptr, at, offs_cluster, mask_cluster, DV, DVP).to(ACC)
+            own_keys = load_rows(key_mean_ptr, at, offs_cluster, mask_cluster, D).to(ACC)
+            own_values = load_rows(value_mean_ptr, at, offs_cluster, mask_cluster, DV).to(ACC)
             after_keys = after_keys * share_before[:, None] + own_keys * share[:, None]
             after_values = after_values * share_before[:, None] + own_values * share[:, None]
             after_log = together
@@ -163,8 +174,8 @@ def _accumulate(
 def _accumulate_backward(
     grad_mass_ptr, grad_key_mean_ptr, grad_value_mean_ptr, mass_ptr, key_mean_ptr, value_mean_ptr, seen_mass_ptr,
     mass_before_ptr, mass_after_ptr, listed_ptr, key_offset_ptr, add_mass_ptr, add_key_mean_ptr, add_value_mean_ptr,
-    blocks, key_clusters, shared_by, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
-    IS_CAUSAL: tl.constexpr, IS_FROZEN: tl.constexpr, TILE: tl.constexpr, ACC: tl.constexpr,
+    blocks, key_clusters, shared_by, D: tl.constexpr, DV: tl.constexpr, IS_CAUSAL: tl.constexpr,
+    IS_FROZEN: tl.constexpr, TILE: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """Add what each block's summaries receive from all blocks that see them.
 
@@ -178,7 +189,7 @@ def _accumulate_backward(
     query_cluster = tl.program_id(2).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
     offs_cluster = tl.program_id(0) * TILE + tl.arange(0, TILE)  # [TILE]
     mask_cluster = offs_cluster < key_clusters  # [TILE]
-    offs_d = tl.arange(0, DP)  # [D]
+    offs_d = tl.arange(0, padded(D))  # [D]
     of_key_head = tl.program_id(2) // shared_by * D
     offset = tl.load(key_offset_ptr + of_key_head + offs_d, mask=offs_d < D, other=0.0)  # [D]
     # [TILE]
@@ -187,8 +198,8 @@ def _accumulate_backward(
     for side in tl.static_range(sides):
         side_mass_ptr = mass_before_ptr if side == 0 else mass_after_ptr
         running = tl.zeros([TILE], ACC)
-        running_keys = tl.zeros([TILE, DP], ACC)  # [TILE, D]
-        running_values = tl.zeros([TILE, DVP], ACC)  # [TILE, DV]
+        running_keys = tl.zeros([TILE, padded(D)], ACC)  # [TILE, D]
+        running_values = tl.zeros([TILE, padded(DV)], ACC)  # [TILE, DV]
         mass_passed = tl.full([TILE], float("-inf"), ACC)
         for step in range(blocks):
             block = blocks - 1 - step if side == 0 else step
@@ -199,31 +210,31 @@ def _accumulate_backward(
                 tl.load(mass_ptr + at + offs_cluster, mask=mask_cluster, other=float("-inf")), mass_passed
             )
             mask_added = mask_cluster & (has_own if side == 0 else True)  # [TILE]
-            d_keys = load_rows(add_key_mean_ptr, at, offs_cluster, mask_added, D, DP).to(ACC)  # [TILE, D]
-            d_values = load_rows(add_value_mean_ptr, at, offs_cluster, mask_added, DV, DVP).to(ACC)  # [TILE, DV]
+            d_keys = load_rows(add_key_mean_ptr, at, offs_cluster, mask_added, D).to(ACC)  # [TILE, D]
+            d_values = load_rows(add_value_mean_ptr, at, offs_cluster, mask_added, DV).to(ACC)  # [TILE, DV]
             d_mass = tl.load(add_mass_ptr + at + offs_cluster, mask=mask_added, other=0.0) + running * share  # [TILE]
             d_keys += running_keys * share[:, None]
             d_values += running_values * share[:, None]
             if side == sides - 1:
                 if IS_FROZEN:
                     # From fixed sums back to fixed means.
-                    own_keys = load_rows(key_mean_ptr, at, offs_cluster, mask_cluster, D, DP)  # [TILE, D]
+                    own_keys = load_rows(key_mean_ptr, at, offs_cluster, mask_cluster, D)  # [TILE, D]
                     d_mass += tl.sum(d_keys * own_keys.to(ACC), 1)
-                    own_values = load_rows(value_mean_ptr, at, offs_cluster, mask_cluster, DV, DVP)  # [TILE, DV]
+                    own_values = load_rows(value_mean_ptr, at, offs_cluster, mask_cluster, DV)  # [TILE, DV]
                     d_mass += tl.sum(d_values * own_values.to(ACC), 1)
                 else:
                     # (What the sums of keys gain by the offset. As the gradient will be read: rounded.)
                     rounded = d_keys.to(add_key_mean_ptr.dtype.element_ty).to(ACC)  # [TILE, D]
                     d_mass -= tl.sum(rounded * offset[None, :], 1)
-            store_rows(add_key_mean_ptr, at, offs_cluster, mask_cluster, d_keys, D, DP)
-            store_rows(add_value_mean_ptr, at, offs_cluster, mask_cluster, d_values, DV, DVP)
+            store_rows(add_key_mean_ptr, at, offs_cluster, mask_cluster, d_keys, D)
+            store_rows(add_value_mean_ptr, at, offs_cluster, mask_cluster, d_values, DV)
             tl.store(add_mass_ptr + at + offs_cluster, d_mass, mask=mask_cluster)
 
             side_log = tl.load(side_mass_ptr + at + offs_cluster, mask=mask_cluster, other=float("-inf"))  # [TILE]
             # Where nothing is seen, nothing was attended to: there is no gradient, written or not.
             mask_seen = mask_cluster & (side_log > float("-inf"))  # [TILE]
-            here_keys = load_rows(grad_key_mean_ptr, at, offs_cluster, mask_seen, D, DP).to(ACC)  # [TILE, D]
-            here_values = load_rows(grad_value_mean_ptr, at, offs_cluster, mask_seen, DV, DVP).to(ACC)  # [TILE, DV]
+            here_keys = load_rows(grad_key_mean_ptr, at, offs_cluster, mask_seen, D).to(ACC)  # [TILE, D]
+            here_values = load_rows(grad_value_mean_ptr, at, offs_cluster, mask_seen, DV).to(ACC)  # [TILE, DV]
             here = tl.load(grad_mass_ptr + at + offs_cluster, mask=mask_seen, other=0.0)  # [TILE]
             if not IS_CAUSAL:
                 seen_log = tl.load(seen_mass_ptr + at + offs_cluster, mask=mask_cluster, other=float("-inf"))  # [TILE]

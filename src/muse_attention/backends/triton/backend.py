@@ -13,8 +13,8 @@ from muse_attention.backends.triton.block_choice import choose_blocks
 from muse_attention.backends.triton.blockwise import backend as blockwise
 from muse_attention.backends.triton.clustering import find_clusters, shuffled_positions
 from muse_attention.backends.triton.integer_tables import size_of_tables
+from muse_attention.backends.triton.layout import Plan
 from muse_attention.backends.triton.limits import MOST_PROGRAMS
-from muse_attention.backends.triton.plan import Plan
 from muse_attention.backends.triton.runtime import schedule
 from muse_attention.backends.triton.runtime.schedule import aligned
 from muse_attention.config import MuSeConfig
@@ -44,13 +44,15 @@ class TritonBackend(Backend):
         own = local.attend(call)
         if not call.has_far_field:
             return without_far_field(call, own, chosen)
-        if call.config.tolerance is not None:
-            return blockwise.attend(call, own, chosen)
         merged = Partial(aligned(own.out), aligned(own.lse))
-        picked = (None, None) if chosen is None else _as_integers(chosen.opened, chosen.retrieved)
-        tensors = (*_inputs(call), merged.out, merged.lse, *picked)
-        memory, *selected = schedule.run(far_field.attend, tensors, (call.config, call.is_causal, call.scale))
-        return Attended(merged, Selection(*selected) if chosen is None else chosen, memory)
+        tensors = (*_inputs(call), merged.out, merged.lse, *_picks(call.config, chosen))
+        settings = (call.config, call.is_causal, call.scale)
+        if call.config.tolerance is None:
+            memory, *selected = schedule.run(far_field.attend, tensors, settings)
+        else:
+            memory, *selected = schedule.run(blockwise.attend, tensors, (*settings, call.first_block))
+            selected.insert(0, call.query.new_empty(*call.query.shape[:2], 0, dtype=torch.uint8))
+        return Attended(merged, chosen or Selection(*selected), memory)
 
     def backward(
         self, call: Call, attended: Attended, grad_out: Tensor, grad_lse: Tensor | None
@@ -59,8 +61,6 @@ class TritonBackend(Backend):
         own = local.attend_backward(call, merged, grad_out, grad_lse)
         if not call.has_far_field:
             return own
-        if call.config.tolerance is not None:
-            return blockwise.attend_backward(call, attended, own, grad_out, grad_lse)
         grad_query, grad_key, grad_value = (aligned(gradient) for gradient in own)
         tensors = (
             *_inputs(call),
@@ -71,10 +71,11 @@ class TritonBackend(Backend):
             None if grad_lse is None else aligned(grad_lse),
             aligned(merged.out),
             aligned(merged.lse),
-            *_as_integers(selected.opened, selected.retrieved),
+            *_picks(call.config, selected),
             aligned(memory),
         )
-        schedule.run(far_field.attend_backward, tensors, (call.config, call.is_causal, call.scale))
+        attend_backward = far_field.attend_backward if call.config.tolerance is None else blockwise.attend_backward
+        schedule.run(attend_backward, tensors, (call.config, call.is_causal, call.scale))
         return grad_query, grad_key, grad_value
 
     def lse_dtype(self, query: Tensor) -> torch.dtype:
@@ -97,16 +98,26 @@ class TritonBackend(Backend):
 
 
 def _inputs(call: Call) -> tuple[Tensor, ...]:
-    """What `Heads.of` reads."""
-    clusters = call.clusters
-    return (
+    """Queries, keys, values, and what the kernels of a method read of their clusters."""
+    clusters, wide = call.clusters, compute_dtype(call.query.dtype)
+    tensors = (
         aligned(call.query),
         aligned(call.key),
         aligned(call.value),
-        aligned(clusters.query_centroids, compute_dtype(call.query.dtype)),
-        *_as_integers(clusters.query_assignment, clusters.key_assignment),
+        aligned(clusters.query_centroids, wide),
+        aligned(clusters.query_assignment, torch.int32),
+        aligned(clusters.key_assignment, torch.int32),
     )
+    if call.config.tolerance is None:
+        return tensors
+    assert clusters.key_spread is not None
+    return (*tensors, aligned(clusters.key_spread, wide))
 
 
-def _as_integers(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-    return aligned(first, torch.int32), aligned(second, torch.int32)
+def _picks(config: MuSeConfig, selection: Selection | None) -> tuple[Tensor | None, ...]:
+    """What the kernels of a method read of a selection, or write where there is none."""
+    if config.tolerance is not None:
+        return (None if selection is None else aligned(selection.retrieved),)
+    if selection is None:
+        return None, None
+    return aligned(selection.opened, torch.int32), aligned(selection.retrieved, torch.int32)

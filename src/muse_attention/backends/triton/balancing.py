@@ -43,9 +43,8 @@ def keep_under_cap(vectors: Vectors, centroids: Tensor, assignment: Tensor, cap:
 @kernel(stage="clustering", do_not_specialize=["block_size", "cap", "of_first", "length", "clusters"])
 def _move_overflow(
     first_ptr, second_ptr, centroids_ptr, assignment_ptr, order_ptr, starts_ptr, waiting_ptr, rooms_ptr, block_size,
-    cap, of_first, length, clusters, FACTOR: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, CP: tl.constexpr,
-    CHUNK: tl.constexpr, TILE: tl.constexpr, SCAN: tl.constexpr, RANKS: tl.constexpr, ACC: tl.constexpr,
-    PRECISION: tl.constexpr,
+    cap, of_first, length, clusters, FACTOR: tl.constexpr, D: tl.constexpr, CP: tl.constexpr, CHUNK: tl.constexpr,
+    TILE: tl.constexpr, SCAN: tl.constexpr, RANKS: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """Of one block: find who was rejected in the first round, then go on in rounds until nobody waits.
 
@@ -94,7 +93,7 @@ def _move_overflow(
     # 3. Rounds of proposals.
     vectors_ptr = vectors_of_sequence(first_ptr, second_ptr, sequence, of_first, length, D)
     if CHUNK == CP:
-        current = load_centroids(centroids_ptr, sequence, 0, clusters, D, DP, CP)  # [CP, D]
+        current = load_centroids(centroids_ptr, sequence, 0, clusters, D, CP)  # [CP, D]
         rounded, norms = half_norms(current, 0, clusters, CP, first_ptr.dtype.element_ty, ACC)  # [CP, D], [CP]
     else:
         rooms_ptr += (sequence.to(tl.int64) * blocks + block) * clusters
@@ -108,14 +107,12 @@ def _move_overflow(
         for begin in range(0, count, TILE):
             mask_row = begin + offs_place < count  # [TILE]
             offs_row = tl.load(waiting_ptr + begin_of_block + begin + offs_place, mask=mask_row, other=0)  # [TILE]
-            x = load_vectors(vectors_ptr, offs_row, mask_row, sequence < of_first, FACTOR, D, DP, ACC)  # [TILE, D]
+            x = load_vectors(vectors_ptr, offs_row, mask_row, sequence < of_first, FACTOR, D, ACC)  # [TILE, D]
             if CHUNK == CP:
-                scores = affinity(x, rounded, norms, ACC, PRECISION)  # [TILE, CP]
+                scores = affinity(x, rounded, norms, ACC)  # [TILE, CP]
                 choice = argmax(tl.where((room > 0)[None, :], scores, float("-inf")), CP, x.dtype)  # [TILE]
             else:
-                choice = nearest_in_chunks(
-                    x, centroids_ptr, rooms_ptr, sequence, clusters, True, D, DP, CHUNK, ACC, PRECISION
-                )
+                choice = nearest_in_chunks(x, centroids_ptr, rooms_ptr, sequence, clusters, True, D, CHUNK, ACC)
             member = (choice[:, None] == offs_cluster[None, :]) & mask_row[:, None]  # [TILE, CP]
             rank = tl.cumsum(member.to(tl.int32), 0) - 1 + proposed[None, :]  # [TILE, CP]
             accepted = tl.sum((member & (rank < room[None, :])).to(tl.int32), 1) > 0  # [TILE]

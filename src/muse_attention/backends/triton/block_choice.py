@@ -6,8 +6,8 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from muse_attention.backends.triton.numbers import arithmetic, cdiv, fitting, padded
-from muse_attention.backends.triton.row_tiles import load_rows
+from muse_attention.backends.triton.device_functions import dot, load_rows
+from muse_attention.backends.triton.numbers import accumulator, cdiv, fitting
 from muse_attention.backends.triton.runtime.launching import kernel
 from muse_attention.config import MuSeConfig
 
@@ -29,8 +29,8 @@ def choose_blocks(query: Tensor, means: Tensor, config: MuSeConfig, is_causal: b
     _choose_blocks[(cdiv(length, launch["ROWS"]), batch * heads)](
         queries_ptr=query, means_ptr=means, opened_ptr=opened, retrieved_ptr=retrieved, count=count, length=length,
         blocks=blocks, own_size=config.block_size, blocks_of_own=config.key_clusters,
-        shared_by=heads // means.shape[1], IS_CAUSAL=is_causal, D=head_dim, DP=padded(head_dim),
-        **arithmetic(query.dtype), **launch,
+        shared_by=heads // means.shape[1], IS_CAUSAL=is_causal, D=head_dim,
+        ACC=accumulator(query.dtype), **launch,
     )  # fmt: skip
     return opened, retrieved
 
@@ -38,8 +38,7 @@ def choose_blocks(query: Tensor, means: Tensor, config: MuSeConfig, is_causal: b
 @kernel(stage="selection", do_not_specialize=["count", "length", "blocks", "own_size", "blocks_of_own", "shared_by"])
 def _choose_blocks(
     queries_ptr, means_ptr, opened_ptr, retrieved_ptr, count, length, blocks, own_size, blocks_of_own, shared_by,
-    IS_CAUSAL: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr,
-    ACC: tl.constexpr, PRECISION: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """The best blocks of each query of a tile, one after another. Each time the logits are computed again: they
     need no room, and any number of blocks can be chosen.
@@ -51,7 +50,7 @@ def _choose_blocks(
     begin = tl.program_id(0) * ROWS
     offs_row = begin + tl.arange(0, ROWS)  # [ROWS]
     mask_row = offs_row < length  # [ROWS]
-    queries = load_rows(queries_ptr, head * length, offs_row, mask_row, D, DP)  # [ROWS, D]
+    queries = load_rows(queries_ptr, head * length, offs_row, mask_row, D)  # [ROWS, D]
     own = offs_row // own_size  # [ROWS]
     first_mean = head // shared_by * blocks
     seen = blocks
@@ -64,9 +63,8 @@ def _choose_blocks(
         found = tl.full([ROWS], -1, tl.int32)
         for first in range(0, seen, BLOCKS):
             offs_block = first + tl.arange(0, BLOCKS)  # [BLOCKS]
-            means = load_rows(means_ptr, first_mean, offs_block, offs_block < seen, D, DP)  # [BLOCKS, D]
-            # [ROWS, BLOCKS]
-            logits = tl.dot(queries, tl.trans(means), input_precision=PRECISION, out_dtype=ACC)
+            means = load_rows(means_ptr, first_mean, offs_block, offs_block < seen, D)  # [BLOCKS, D]
+            logits = dot(queries, tl.trans(means), ACC)  # [ROWS, BLOCKS]
             # What is no number counts as the largest, as in PyTorch, and so gets into the output.
             logits = tl.where(logits == logits, logits, float("inf"))
             owner = offs_block // blocks_of_own  # [BLOCKS]

@@ -1,16 +1,20 @@
-"""Stage 2: each bucket as seen from each query cluster, and the way back to keys and values."""
+"""Stage 2: each bucket as seen from each query cluster, and the way back to keys and values.
+
+Means of keys are stored less the `key_offset` of their head, wherever a structure or an argument holds them.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import torch
 import triton.language as tl
 from torch import Tensor
 
-from muse_attention.backends.triton.device_math import exp_of_less
+from muse_attention.backends.triton.device_functions import add_dot, dot, exp_of_less, load_rows, store_rows
 from muse_attention.backends.triton.grouping import Groups
-from muse_attention.backends.triton.numbers import arithmetic, cdiv, fitting, padded
-from muse_attention.backends.triton.row_tiles import load_rows, store_rows
+from muse_attention.backends.triton.numbers import accumulator, cdiv, fitting, gradient_dtype, padded
 from muse_attention.backends.triton.runtime.launching import kernel
-from muse_attention.backends.triton.summaries import PairGradients, pointers
 from muse_attention.backends.triton.tiles import Tiles, load_places, load_tile
 from muse_attention.core.precision import compute_dtype
 from muse_attention.core.structures import Summaries
@@ -20,18 +24,52 @@ SUMMARISE = {
     256: {"TILE": 32, "KEYS": 32, "num_warps": 2, "num_stages": 3},
     512: {"TILE": 16, "KEYS": 16, "num_warps": 4, "num_stages": 1},
 }
-
 SMALL_BUCKET = 20
 """Keys of a bucket on average, up to which keys are taken 16 at a time."""
-
 SUMMARISE_BACKWARD = {
     128: {"TILE": 16, "num_warps": 4, "num_stages": 2, "maxnreg": 128},
     256: {"TILE": 32, "num_warps": 4, "num_stages": 2},
     512: {"TILE": 16, "num_warps": 4, "num_stages": 1},
 }
-
 ROWS_OF_TILE = 64
 """Keys of one bucket whose gradients one program sums."""
+
+
+@dataclass(frozen=True)
+class PairGradients:
+    """Gradients of the keys and values of each bucket tile, in pieces to be summed."""
+
+    keys: Tensor
+    """(G, pieces, rows of a tile, D)"""
+    values: Tensor
+    """(G, pieces, rows of a tile, Dv)"""
+    before: Tensor
+    """(G, bucket tiles + 1) int32: the pieces of a tile are those from one entry to the next"""
+
+    @property
+    def pieces(self) -> int:
+        """Room for so many in each head."""
+        return self.keys.shape[1]
+
+
+def new_gradient(of_buckets: Summaries) -> Summaries:
+    """Room for the gradient of summaries; every entry is to be written."""
+    dtype = gradient_dtype(of_buckets.key_mean.dtype)
+    return Summaries(
+        torch.empty_like(of_buckets.log_mass),
+        torch.empty_like(of_buckets.key_mean, dtype=dtype),
+        torch.empty_like(of_buckets.value_mean, dtype=dtype),
+    )
+
+
+def pointers(summaries: Summaries, prefix: str = "") -> dict[str, Tensor]:
+    """Log-masses and means, or their gradients, as kernels take them."""
+    return {**pointers_of_logits(summaries, prefix), f"{prefix}value_mean_ptr": summaries.value_mean}
+
+
+def pointers_of_logits(summaries: Summaries, prefix: str = "") -> dict[str, Tensor]:
+    """What tells logits, as kernels take it: all but the means of values."""
+    return {f"{prefix}mass_ptr": summaries.log_mass, f"{prefix}key_mean_ptr": summaries.key_mean}
 
 
 def summarise(
@@ -56,8 +94,7 @@ def summarise(
     _summarise[(key_clusters * blocks, cdiv(query_clusters, launch["TILE"]), heads)](
         keys_ptr=keys, values_ptr=values, centroids_ptr=centroids, starts_ptr=buckets.starts, key_offset_ptr=key_offset,
         **pointers(found), length=length, blocks=blocks, query_clusters=query_clusters, key_clusters=key_clusters,
-        shared_by=heads // key_heads, D=head_dim, DP=padded(head_dim), DV=value_dim, DVP=padded(value_dim),
-        **arithmetic(keys.dtype), **launch,
+        shared_by=heads // key_heads, D=head_dim, DV=value_dim, ACC=accumulator(keys.dtype), **launch,
     )  # fmt: skip
     return found
 
@@ -91,10 +128,9 @@ def summarise_backward(
         pair_values_ptr=pieces.values, pieces_before_ptr=pieces.before, grad_keys_ptr=add_to[0],
         grad_values_ptr=add_to[1], length=length, blocks=blocks, query_clusters=query_clusters,
         key_clusters=buckets.number // blocks, shared_by=heads // key_heads,
-        most_pieces=0 if of_pairs is None else of_pairs.pieces, D=head_dim, DP=padded(head_dim), DV=value_dim,
-        DVP=padded(value_dim), HAS_SUMMARIES=gradient is not None, HAS_PAIRS=of_pairs is not None,
-        IS_FROZEN=not differentiable_aggregation, KEYS=ROWS_OF_TILE, **arithmetic(keys.dtype),
-        **_few(SUMMARISE_BACKWARD, query_clusters, keys, values),
+        most_pieces=0 if of_pairs is None else of_pairs.pieces, D=head_dim, DV=value_dim,
+        HAS_SUMMARIES=gradient is not None, HAS_PAIRS=of_pairs is not None, IS_FROZEN=not differentiable_aggregation,
+        KEYS=ROWS_OF_TILE, ACC=accumulator(keys.dtype), **_few(SUMMARISE_BACKWARD, query_clusters, keys, values),
     )  # fmt: skip
 
 
@@ -107,8 +143,8 @@ def _few(launch: dict[int, dict[str, int]], query_clusters: int, keys: Tensor, v
 @kernel(stage="summaries", do_not_specialize=["length", "blocks", "query_clusters", "key_clusters", "shared_by"])
 def _summarise(
     keys_ptr, values_ptr, centroids_ptr, starts_ptr, key_offset_ptr, mass_ptr, key_mean_ptr, value_mean_ptr, length,
-    blocks, query_clusters, key_clusters, shared_by, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr,
-    DVP: tl.constexpr, TILE: tl.constexpr, KEYS: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    blocks, query_clusters, key_clusters, shared_by, D: tl.constexpr, DV: tl.constexpr, TILE: tl.constexpr,
+    KEYS: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """One bucket, as seen from some query clusters.
 
@@ -124,24 +160,24 @@ def _summarise(
     mask_cluster = first_cluster + offs_cluster < query_clusters  # [TILE]
     starts_ptr += key_head * (blocks * key_clusters + 1) + key_cluster * blocks
     first_row, end = tl.load(starts_ptr + block), tl.load(starts_ptr + block + 1)
-    offs_d = tl.arange(0, DP)  # [D]
+    offs_d = tl.arange(0, padded(D))  # [D]
     offset = tl.load(key_offset_ptr + key_head * D + offs_d, mask=offs_d < D, other=0.0)  # [D]
 
     # 1. Sums over its keys, of weights relative to the largest so far.
     # [TILE, D]
-    centroid = load_rows(centroids_ptr, head * query_clusters + first_cluster, offs_cluster, mask_cluster, D, DP)
+    centroid = load_rows(centroids_ptr, head * query_clusters + first_cluster, offs_cluster, mask_cluster, D)
     centroid = centroid.to(keys_ptr.dtype.element_ty)
     largest = tl.full([TILE], float("-inf"), ACC)
     total = tl.zeros([TILE], ACC)
-    key_sum = tl.zeros([TILE, DP], ACC)  # [TILE, D]
-    value_sum = tl.zeros([TILE, DVP], ACC)  # [TILE, DV]
+    key_sum = tl.zeros([TILE, padded(D)], ACC)  # [TILE, D]
+    value_sum = tl.zeros([TILE, padded(DV)], ACC)  # [TILE, DV]
     rounded_total = tl.zeros([TILE], ACC)
     for begin in range(first_row, end, KEYS):
         offs_row = begin + offs_place  # [KEYS]
         mask_row = offs_row < end  # [KEYS]
-        keys = load_rows(keys_ptr, key_head * length, offs_row, mask_row, D, DP)  # [KEYS, D]
-        values = load_rows(values_ptr, key_head * length, offs_row, mask_row, DV, DVP)  # [KEYS, DV]
-        logits = tl.dot(centroid, tl.trans(keys), input_precision=PRECISION, out_dtype=ACC)  # [TILE, KEYS]
+        keys = load_rows(keys_ptr, key_head * length, offs_row, mask_row, D)  # [KEYS, D]
+        values = load_rows(values_ptr, key_head * length, offs_row, mask_row, DV)  # [KEYS, DV]
+        logits = dot(centroid, tl.trans(keys), ACC)  # [TILE, KEYS]
         logits = tl.where(mask_row[None, :], logits, float("-inf"))
         larger = tl.maximum(largest, tl.max(logits, 1))  # [TILE]
         shift = tl.where(larger == float("-inf"), 0.0, larger)  # [TILE]
@@ -151,8 +187,8 @@ def _summarise(
         # (Means are divided by the sum of the weights they are made of, or what should cancel does not.)
         weights = weights.to(keys.dtype)
         rounded_total = rounded_total * kept + tl.sum(weights.to(ACC), 1)
-        key_sum = tl.dot(weights, keys, key_sum * kept[:, None], input_precision=PRECISION, out_dtype=ACC)
-        value_sum = tl.dot(weights, values, value_sum * kept[:, None], input_precision=PRECISION, out_dtype=ACC)
+        key_sum = add_dot(weights, keys, key_sum * kept[:, None])
+        value_sum = add_dot(weights, values, value_sum * kept[:, None])
         largest = larger
 
     # 2. Means. Those of the next query cluster lie `blocks * key_clusters` further.
@@ -164,8 +200,8 @@ def _summarise(
     inverse = 1.0 / tl.where(is_empty, 1.0, rounded_total)  # [TILE]
     key_sum = tl.where(is_empty[:, None], 0.0, key_sum * inverse[:, None] - offset[None, :])
     value_sum *= inverse[:, None]
-    store_rows(key_mean_ptr, at, offs_summary, mask_cluster, key_sum, D, DP)
-    store_rows(value_mean_ptr, at, offs_summary, mask_cluster, value_sum, DV, DVP)
+    store_rows(key_mean_ptr, at, offs_summary, mask_cluster, key_sum, D)
+    store_rows(value_mean_ptr, at, offs_summary, mask_cluster, value_sum, DV)
 
 
 @kernel(
@@ -176,8 +212,8 @@ def _summarise_backward(
     grad_mass_ptr, grad_key_mean_ptr, grad_value_mean_ptr, mass_ptr, keys_ptr, values_ptr, centroids_ptr, order_ptr,
     tile_group_ptr, tile_begin_ptr, tile_end_ptr, pair_keys_ptr, pair_values_ptr, pieces_before_ptr, grad_keys_ptr,
     grad_values_ptr, length, blocks, query_clusters, key_clusters, shared_by, most_pieces, D: tl.constexpr,
-    DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, HAS_SUMMARIES: tl.constexpr, HAS_PAIRS: tl.constexpr,
-    IS_FROZEN: tl.constexpr, KEYS: tl.constexpr, TILE: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    DV: tl.constexpr, HAS_SUMMARIES: tl.constexpr, HAS_PAIRS: tl.constexpr, IS_FROZEN: tl.constexpr, KEYS: tl.constexpr,
+    TILE: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """Add the gradients of the keys and values of a bucket tile: from all summaries of the bucket, and from pieces of
     pairs.
@@ -192,13 +228,13 @@ def _summarise_backward(
     if bucket < 0:
         return
     offs_place, mask_row = load_places(tile_begin_ptr, tile_end_ptr, tile, KEYS)  # [KEYS], [KEYS]
-    d_keys = tl.zeros([KEYS, DP], ACC)  # [KEYS, D]
-    d_values = tl.zeros([KEYS, DVP], ACC)  # [KEYS, DV]
+    d_keys = tl.zeros([KEYS, padded(D)], ACC)  # [KEYS, D]
+    d_values = tl.zeros([KEYS, padded(DV)], ACC)  # [KEYS, DV]
 
     # 1. From the summaries, some query clusters at a time.
     if HAS_SUMMARIES:
-        keys = load_rows(keys_ptr, key_head * length, offs_place, mask_row, D, DP)  # [KEYS, D]
-        values = load_rows(values_ptr, key_head * length, offs_place, mask_row, DV, DVP)  # [KEYS, DV]
+        keys = load_rows(keys_ptr, key_head * length, offs_place, mask_row, D)  # [KEYS, D]
+        values = load_rows(values_ptr, key_head * length, offs_place, mask_row, DV)  # [KEYS, DV]
         all_clusters = shared_by * query_clusters
         offs_cluster = tl.arange(0, TILE)
         offs_summary = offs_cluster * blocks * key_clusters  # [TILE]
@@ -206,25 +242,21 @@ def _summarise_backward(
             mask_cluster = begin + offs_cluster < all_clusters  # [TILE]
             first = key_head * all_clusters + begin
             at = first * blocks * key_clusters + bucket % blocks * key_clusters + bucket // blocks
-            centroid = load_rows(centroids_ptr, first, offs_cluster, mask_cluster, D, DP).to(keys.dtype)  # [TILE, D]
+            centroid = load_rows(centroids_ptr, first, offs_cluster, mask_cluster, D).to(keys.dtype)  # [TILE, D]
             log_mass = tl.load(mass_ptr + at + offs_summary, mask=mask_cluster, other=float("inf"))  # [TILE]
-            d_key_mean = load_rows(grad_key_mean_ptr, at, offs_summary, mask_cluster, D, DP)  # [TILE, D]
-            d_value_mean = load_rows(grad_value_mean_ptr, at, offs_summary, mask_cluster, DV, DVP)  # [TILE, DV]
+            d_key_mean = load_rows(grad_key_mean_ptr, at, offs_summary, mask_cluster, D)  # [TILE, D]
+            d_value_mean = load_rows(grad_value_mean_ptr, at, offs_summary, mask_cluster, DV)  # [TILE, DV]
             d_logits = tl.load(grad_mass_ptr + at + offs_summary, mask=mask_cluster, other=0.0)[None, :]  # [1, TILE]
-            logits = tl.dot(keys, tl.trans(centroid), input_precision=PRECISION, out_dtype=ACC)  # [KEYS, TILE]
+            logits = dot(keys, tl.trans(centroid), ACC)  # [KEYS, TILE]
             weights = exp_of_less(logits, log_mass[None, :])  # [KEYS, TILE]
             if not IS_FROZEN:
-                d_logits += tl.dot(
-                    keys.to(d_key_mean.dtype), tl.trans(d_key_mean), input_precision=PRECISION, out_dtype=ACC
-                )
-                d_logits += tl.dot(
-                    values.to(d_key_mean.dtype), tl.trans(d_value_mean), input_precision=PRECISION, out_dtype=ACC
-                )
+                d_logits += dot(keys.to(d_key_mean.dtype), tl.trans(d_key_mean), ACC)
+                d_logits += dot(values.to(d_key_mean.dtype), tl.trans(d_value_mean), ACC)
             d_logits = (weights * d_logits).to(d_key_mean.dtype)  # [KEYS, TILE]
             weights = weights.to(d_key_mean.dtype)
-            d_keys = tl.dot(weights, d_key_mean, d_keys, input_precision=PRECISION, out_dtype=ACC)
-            d_keys = tl.dot(d_logits, centroid.to(d_key_mean.dtype), d_keys, input_precision=PRECISION, out_dtype=ACC)
-            d_values = tl.dot(weights, d_value_mean, d_values, input_precision=PRECISION, out_dtype=ACC)
+            d_keys = add_dot(weights, d_key_mean, d_keys)
+            d_keys = add_dot(d_logits, centroid.to(d_key_mean.dtype), d_keys)
+            d_values = add_dot(weights, d_value_mean, d_values)
 
     # 2. From the pairs, piece after piece.
     if HAS_PAIRS:
@@ -232,12 +264,12 @@ def _summarise_backward(
         offs_row = tl.arange(0, KEYS)
         for piece in range(tl.load(before_ptr), tl.load(before_ptr + 1)):
             first = (key_head * most_pieces + piece) * KEYS
-            d_keys += load_rows(pair_keys_ptr, first, offs_row, mask_row, D, DP)
-            d_values += load_rows(pair_values_ptr, first, offs_row, mask_row, DV, DVP)
+            d_keys += load_rows(pair_keys_ptr, first, offs_row, mask_row, D)
+            d_values += load_rows(pair_values_ptr, first, offs_row, mask_row, DV)
 
     # 3. To what is there.
     offs_row = tl.load(order_ptr + key_head * length + offs_place, mask=mask_row, other=0)
-    d_keys += load_rows(grad_keys_ptr, key_head * length, offs_row, mask_row, D, DP).to(ACC)
-    d_values += load_rows(grad_values_ptr, key_head * length, offs_row, mask_row, DV, DVP).to(ACC)
-    store_rows(grad_keys_ptr, key_head * length, offs_row, mask_row, d_keys, D, DP)
-    store_rows(grad_values_ptr, key_head * length, offs_row, mask_row, d_values, DV, DVP)
+    d_keys += load_rows(grad_keys_ptr, key_head * length, offs_row, mask_row, D).to(ACC)
+    d_values += load_rows(grad_values_ptr, key_head * length, offs_row, mask_row, DV).to(ACC)
+    store_rows(grad_keys_ptr, key_head * length, offs_row, mask_row, d_keys, D)
+    store_rows(grad_values_ptr, key_head * length, offs_row, mask_row, d_values, DV)

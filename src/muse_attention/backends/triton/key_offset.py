@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from muse_attention.backends.triton.numbers import arithmetic, cdiv
+from muse_attention.backends.triton.numbers import accumulator, cdiv
 from muse_attention.backends.triton.runtime.launching import kernel
 from muse_attention.core.precision import compute_dtype
 
@@ -49,8 +49,8 @@ def find_key_offset(keys: Tensor, first: int | None = None) -> Tensor:
     # (What is further away than that could not be stored less the offset.)
     largest = torch.finfo(keys.dtype).max / 4
     _find_middle[(cdiv(head_dim, _DIMS), heads)](
-        keys_ptr=keys, offset_ptr=offset, length=length, first=first or length, D=head_dim, DIMS=_DIMS,
-        SAMPLE=_SAMPLE, LARGEST=largest, ACC=arithmetic(keys.dtype)["ACC"],
+        keys_ptr=keys, offset_ptr=offset, length=length, first=first or length, D=head_dim, DIMS=_DIMS, SAMPLE=_SAMPLE,
+        LARGEST=largest, ACC=accumulator(keys.dtype),
     )  # fmt: skip
     return offset
 

@@ -1,21 +1,23 @@
-"""How heads, queries and keys are laid out for the kernels, and how many heads go through them at a time."""
+"""How heads, queries and keys are laid out for the kernels, in which orders, and how many go through at a time."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+import triton.language as tl
 from torch import Tensor
 
-from muse_attention.backends.triton.accumulation import accumulate
+from muse_attention.backends.triton.accumulation import Accumulated, accumulate
 from muse_attention.backends.triton.bucket_summaries import ROWS_OF_TILE as KEYS_OF_TILE
 from muse_attention.backends.triton.bucket_summaries import summarise
+from muse_attention.backends.triton.device_functions import in_range
 from muse_attention.backends.triton.grouping import Groups
+from muse_attention.backends.triton.integer_tables import tables_in
 from muse_attention.backends.triton.key_offset import find_key_offset
-from muse_attention.backends.triton.numbers import cdiv
-from muse_attention.backends.triton.plan import Plan
-from muse_attention.backends.triton.rows import take_residuals, take_rows
+from muse_attention.backends.triton.numbers import accumulator, cdiv, padded
+from muse_attention.backends.triton.runtime.launching import kernel
 from muse_attention.backends.triton.segments import ROWS_OF_TILE, Segments
-from muse_attention.backends.triton.summaries import Accumulated
 from muse_attention.backends.triton.tiles import tiles_of_groups
 from muse_attention.config import MuSeConfig
 from muse_attention.core.structures import Summaries
@@ -24,6 +26,48 @@ WORKSPACE_BYTES = 1 << 30
 WORKSPACE_OF_INPUTS = 2
 """Intermediate results held at a time, about: so many bytes, or so many times the bytes of the inputs if that is more.
 Key heads go in groups that need no more."""
+_TILE = 64
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the forward pass leaves to the backward pass beside its results: the orders it has sorted things into.
+
+    All of it is one tensor of integers, an output of the operator.
+    """
+
+    segments: Groups
+    """queries, (H, N), by query cluster and block"""
+    buckets: Groups
+    """keys, (G, N), by key cluster and block"""
+    pairs: Groups
+    """(G, R N picks), by bucket"""
+
+    @staticmethod
+    def shapes(
+        config: MuSeConfig, heads: int, key_heads: int, length: int, query_clusters: int, picks: int
+    ) -> list[tuple[int, int]]:
+        """Orders and starts of the three. `picks` are the pairs of a query."""
+        blocks = config.number_of_blocks(length)
+        buckets = config.key_clusters * blocks
+        return [
+            (heads, length),
+            (heads, query_clusters * blocks + 1),
+            (key_heads, length),
+            (key_heads, buckets + 1),
+            (key_heads, heads // key_heads * length * picks),
+            (key_heads, buckets + 1),
+        ]
+
+    @classmethod
+    def of(cls, memory: Tensor, shapes: list[tuple[int, int]]) -> Plan:
+        """Views of a tensor with room for these shapes."""
+        tables = tables_in(memory, shapes)
+        return cls(*map(Groups, tables[::2], tables[1::2]))
+
+    def of_heads(self, group: slice, of_queries: slice) -> Plan:
+        """The part of some key heads and their query heads."""
+        return Plan(self.segments[of_queries], self.buckets[group], self.pairs[group])
 
 
 @dataclass(frozen=True)
@@ -57,7 +101,7 @@ class Heads:
         return self.queries.shape[0] // self.keys.shape[0]
 
     def __getitem__(self, group: slice) -> Heads:
-        of_queries = self.slice_of_queries(group)
+        of_queries = self._slice_of_queries(group)
         return Heads(
             self.queries[of_queries],
             self.keys[group],
@@ -68,15 +112,15 @@ class Heads:
             self.key_offset[group],
         )
 
-    def slice_of_queries(self, group: slice) -> slice:
+    def _slice_of_queries(self, group: slice) -> slice:
         return slice(group.start * self.shared_by, group.stop * self.shared_by)
 
     def plan_shapes(self, config: MuSeConfig, picks: int) -> list[tuple[int, int]]:
         key_heads, length, _ = self.keys.shape
         return Plan.shapes(config, self.queries.shape[0], key_heads, length, self.query_centroids.shape[1], picks)
 
-    def groups(self, config: MuSeConfig, picks: int, *, is_backward: bool) -> list[slice]:
-        """Groups of key heads, of equal size or nearly so, that fit the workspace."""
+    def groups(self, config: MuSeConfig, picks: int, *, is_backward: bool) -> list[tuple[slice, slice]]:
+        """Groups of key heads, of equal size or nearly so, that fit the workspace; and their query heads."""
         key_heads, length, head_dim = self.keys.shape
         value_dim = self.values.shape[-1]
         both = head_dim + value_dim
@@ -97,7 +141,8 @@ class Heads:
         room = max(WORKSPACE_BYTES, WORKSPACE_OF_INPUTS * of_inputs)
         number = cdiv(key_heads, max(1, room // (numbers * self.keys.element_size())))
         at_once = cdiv(key_heads, number)
-        return [slice(begin, min(begin + at_once, key_heads)) for begin in range(0, key_heads, at_once)]
+        groups = [slice(begin, min(begin + at_once, key_heads)) for begin in range(0, key_heads, at_once)]
+        return [(group, self._slice_of_queries(group)) for group in groups]
 
 
 @dataclass(frozen=True)
@@ -114,25 +159,23 @@ class FarField:
     @classmethod
     def of(cls, heads: Heads, plan: Plan, config: MuSeConfig, *, is_causal: bool, scale: float) -> FarField:
         """`plan` holds the orders."""
-        in_segments = Groups(plan.segment_order, plan.segment_starts)
-        buckets = Groups(plan.bucket_order, plan.bucket_starts)
         residuals, shift = take_residuals(
-            heads.queries, heads.query_centroids, heads.query_assignment, heads.key_offset, in_segments, scale=scale
+            heads.queries, heads.query_centroids, heads.query_assignment, heads.key_offset, plan.segments, scale=scale
         )
         return cls(
             Segments(
                 residuals,
                 shift,
-                in_segments,
-                tiles_of_groups(in_segments, ROWS_OF_TILE),
+                plan.segments,
+                tiles_of_groups(plan.segments, ROWS_OF_TILE),
                 config.number_of_blocks(heads.keys.shape[1]),
                 heads.query_centroids.shape[1],
                 config.key_clusters,
                 is_causal,
             ),
-            buckets,
-            take_rows(heads.keys, buckets),
-            take_rows(heads.values, buckets),
+            plan.buckets,
+            take_rows(heads.keys, plan.buckets),
+            take_rows(heads.values, plan.buckets),
             heads.key_offset,
             heads.query_centroids,
         )
@@ -143,3 +186,79 @@ class FarField:
             self.keys, self.values, self.centroids, self.buckets, self.key_offset, blocks=self.segments.blocks
         )
         return of_buckets, accumulate(of_buckets, is_causal=self.segments.is_causal)
+
+
+def take_rows(table: Tensor, groups: Groups) -> Tensor:
+    """(S, N, X) rows in the order of their groups."""
+    _, length, columns = table.shape
+    taken = torch.empty_like(table)
+    _take_rows[_grid(table)](
+        table_ptr=table, order_ptr=groups.order, taken_ptr=taken, length=length, X=columns, TILE=_TILE
+    )
+    return taken
+
+
+def take_residuals(
+    queries: Tensor,
+    centroids: Tensor,
+    assignment: Tensor,
+    key_offset: Tensor,
+    segments: Groups,
+    *,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """(H, N, D): scaled queries less the centroid of their cluster, in the order of `segments`, and (H, N): their
+    products with the (G, D) `key_offset`, from before the residuals are rounded."""
+    heads, length, head_dim = queries.shape
+    residuals, shift = torch.empty_like(queries), key_offset.new_empty(heads, length)
+    _take_residuals[_grid(queries)](
+        queries_ptr=queries, centroids_ptr=centroids, assignment_ptr=assignment, order_ptr=segments.order,
+        key_offset_ptr=key_offset, residuals_ptr=residuals, shift_ptr=shift, length=length, clusters=centroids.shape[1],
+        shared_by=heads // key_offset.shape[0], SCALE=scale, D=head_dim, TILE=_TILE, ACC=accumulator(queries.dtype),
+    )  # fmt: skip
+    return residuals, shift
+
+
+def _grid(table: Tensor) -> tuple[int, int]:
+    return cdiv(table.shape[1], _TILE), table.shape[0]
+
+
+@kernel(stage="sorting", do_not_specialize=["length"])
+def _take_rows(table_ptr, order_ptr, taken_ptr, length, X: tl.constexpr, TILE: tl.constexpr):
+    """Rows into the order of their groups.
+
+    Grid: (N / TILE, S). `table_ptr`, `taken_ptr`: (S, N, X); `order_ptr`: (S, N) int32.
+    """
+    sequence = tl.program_id(1).to(tl.int64)
+    offs_place, offs_x = tl.program_id(0) * TILE + tl.arange(0, TILE), tl.arange(0, padded(X))  # [TILE], [X]
+    mask = (offs_place < length)[:, None] & (offs_x < X)[None, :]  # [TILE, X]
+    offs_row = tl.load(order_ptr + sequence * length + offs_place, mask=offs_place < length, other=0)  # [TILE]
+    rows = tl.load(table_ptr + (sequence * length + offs_row)[:, None] * X + offs_x[None, :], mask=mask)  # [TILE, X]
+    tl.store(taken_ptr + (sequence * length + offs_place)[:, None] * X + offs_x[None, :], rows, mask=mask)
+
+
+@kernel(stage="sorting", do_not_specialize=["length", "clusters", "shared_by"])
+def _take_residuals(
+    queries_ptr, centroids_ptr, assignment_ptr, order_ptr, key_offset_ptr, residuals_ptr, shift_ptr, length, clusters,
+    shared_by, SCALE: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """Scaled queries less the centroid of their cluster, in the order of the segments.
+
+    Grid: (N / TILE, H). `queries_ptr`, `residuals_ptr`: (H, N, D); `centroids_ptr`: (H, Q, D); `assignment_ptr`,
+    `order_ptr`: (H, N) int32; `key_offset_ptr`: (G, D); `shift_ptr`: (H, N).
+    """
+    head = tl.program_id(1).to(tl.int64)
+    offs_place, offs_d = tl.program_id(0) * TILE + tl.arange(0, TILE), tl.arange(0, padded(D))  # [TILE], [D]
+    mask_row = offs_place < length  # [TILE]
+    mask = mask_row[:, None] & (offs_d < D)[None, :]  # [TILE, D]
+    offs_row = tl.load(order_ptr + head * length + offs_place, mask=mask_row, other=0)  # [TILE]
+    cluster = tl.load(assignment_ptr + head * length + offs_row, mask=mask_row, other=0)  # [TILE]
+    cluster = in_range(cluster, clusters)
+    cluster = head * clusters + cluster
+    query_ptrs = queries_ptr + (head * length + offs_row)[:, None] * D + offs_d[None, :]  # [TILE, D]
+    queries = tl.load(query_ptrs, mask=mask, other=0.0).to(ACC)  # [TILE, D]
+    centroid_ptrs = centroids_ptr + cluster[:, None] * D + offs_d[None, :]  # [TILE, D]
+    residual = queries * SCALE - tl.load(centroid_ptrs, mask=mask, other=0.0).to(ACC)  # [TILE, D]
+    tl.store(residuals_ptr + (head * length + offs_place)[:, None] * D + offs_d[None, :], residual, mask=mask)
+    offset = tl.load(key_offset_ptr + head // shared_by * D + offs_d, mask=offs_d < D, other=0.0)  # [D]
+    tl.store(shift_ptr + head * length + offs_place, tl.sum(residual * offset[None, :], 1), mask=mask_row)

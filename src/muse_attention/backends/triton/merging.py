@@ -8,26 +8,22 @@ from torch import Tensor
 
 from muse_attention.backends.triton.grouping import Groups
 from muse_attention.backends.triton.key_offset import QueryGradients
-from muse_attention.backends.triton.numbers import arithmetic, cdiv, padded
+from muse_attention.backends.triton.numbers import accumulator, cdiv, padded
 from muse_attention.backends.triton.runtime.launching import kernel
 from muse_attention.core.structures import Partial
 
 _TILE = 64
 
 
-def merge(own: Partial, of_summaries: Partial | None, of_pairs: Partial | None, picks: int, fill_in: Partial) -> None:
-    """The softmax over all terms: `own` (H, N, Dv), `of_summaries` (H, N, Dv), `of_pairs` (G, L, Dv), `picks` of each
-    query.
-
-    `fill_in` may be `own`.
-    """
+def merge(own: Partial, of_summaries: Partial | None, of_pairs: Partial | None, picks: int) -> None:
+    """The softmax over all terms, into `own` (H, N, Dv): `of_summaries` (H, N, Dv), `of_pairs` (G, L, Dv), `picks` of
+    each query."""
     heads, length, value_dim = own.out.shape
     far, retrieved = of_summaries or own, of_pairs or own
     _merge[(cdiv(heads * length, _TILE),)](
         own_out_ptr=own.out, own_lse_ptr=own.lse, far_out_ptr=far.out, far_lse_ptr=far.lse, pair_out_ptr=retrieved.out,
-        pair_lse_ptr=retrieved.lse, out_ptr=fill_in.out, lse_ptr=fill_in.lse, rows=heads * length,
-        picks=picks, HAS_SUMMARIES=of_summaries is not None, DV=value_dim, DVP=padded(value_dim), TILE=_TILE,
-        ACC=arithmetic(own.out.dtype)["ACC"],
+        pair_lse_ptr=retrieved.lse, out_ptr=own.out, lse_ptr=own.lse, rows=heads * length, picks=picks,
+        HAS_SUMMARIES=of_summaries is not None, DV=value_dim, TILE=_TILE, ACC=accumulator(own.out.dtype),
     )  # fmt: skip
 
 
@@ -45,8 +41,7 @@ def shared_delta(
         out_ptr=merged.out, lse_ptr=merged.lse, grad_out_ptr=grad_out,
         grad_lse_ptr=merged.lse if grad_lse is None else grad_lse, order_ptr=segments.order, shift_ptr=shift,
         delta_ptr=delta, sorted_grad_ptr=ordered.out, sorted_lse_ptr=ordered.lse, sorted_delta_ptr=sorted_delta,
-        length=length, HAS_GRAD_LSE=grad_lse is not None, DV=value_dim, DVP=padded(value_dim), TILE=_TILE,
-        ACC=arithmetic(grad_out.dtype)["ACC"],
+        length=length, HAS_GRAD_LSE=grad_lse is not None, DV=value_dim, TILE=_TILE, ACC=accumulator(grad_out.dtype),
     )  # fmt: skip
     return delta, ordered, sorted_delta
 
@@ -58,11 +53,10 @@ def add_to_queries(
     picks: int,
     has_bucket: Tensor,
     key_offset: Tensor,
-    fill_in: Tensor,
     *,
     scale: float,
 ) -> None:
-    """Gradients of queries: `own` + `scale` (`of_summaries` + the sum of `of_pairs` over the query's pairs).
+    """Add to `own`, the gradients of queries: `scale` (`of_summaries` + the sum of `of_pairs` over the query's pairs).
 
     `of_summaries` are of (H, N), `of_pairs` of (G, L), `picks` of each query; `key_offset` is (G, D). `has_bucket` has
     an integer for each pair, which is negative if it has none.
@@ -74,16 +68,15 @@ def add_to_queries(
     _add_to_queries[(cdiv(length, _TILE), heads)](
         own_ptr=own, of_summaries_ptr=summaries.centred, offset_of_summaries_ptr=summaries.of_offset,
         of_pairs_ptr=retrieved.centred, offset_of_pairs_ptr=retrieved.of_offset, has_bucket_ptr=has_bucket,
-        key_offset_ptr=key_offset, total_ptr=fill_in, length=length, shared_by=heads // key_offset.shape[0],
-        picks=picks, HAS_SUMMARIES=of_summaries is not None, SCALE=scale, D=head_dim, DP=padded(head_dim), TILE=_TILE,
-        ACC=arithmetic(own.dtype)["ACC"],
+        key_offset_ptr=key_offset, total_ptr=own, length=length, shared_by=heads // key_offset.shape[0], picks=picks,
+        HAS_SUMMARIES=of_summaries is not None, SCALE=scale, D=head_dim, TILE=_TILE, ACC=accumulator(own.dtype),
     )  # fmt: skip
 
 
 @kernel(stage="merging", do_not_specialize=["rows", "picks"])
 def _merge(
     own_out_ptr, own_lse_ptr, far_out_ptr, far_lse_ptr, pair_out_ptr, pair_lse_ptr, out_ptr, lse_ptr, rows, picks,
-    HAS_SUMMARIES: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, TILE: tl.constexpr, ACC: tl.constexpr,
+    HAS_SUMMARIES: tl.constexpr, DV: tl.constexpr, TILE: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """The softmax over all terms of each query, from the partial ones.
 
@@ -91,7 +84,7 @@ def _merge(
     (H, N); `pair_out_ptr`: (G, L, DV); `pair_lse_ptr`: (G, L).
     """
     offs_row = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)  # [TILE]
-    offs_dv = tl.arange(0, DVP)  # [DV]
+    offs_dv = tl.arange(0, padded(DV))  # [DV]
     mask_row = offs_row < rows  # [TILE]
     mask = mask_row[:, None] & (offs_dv < DV)[None, :]  # [TILE, DV]
     offs = offs_row[:, None] * DV + offs_dv[None, :]  # [TILE, DV]
@@ -127,8 +120,7 @@ def _merge(
 @kernel(stage="merging", do_not_specialize=["length"])
 def _find_delta(
     out_ptr, lse_ptr, grad_out_ptr, grad_lse_ptr, order_ptr, shift_ptr, delta_ptr, sorted_grad_ptr, sorted_lse_ptr,
-    sorted_delta_ptr, length, HAS_GRAD_LSE: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, TILE: tl.constexpr,
-    ACC: tl.constexpr,
+    sorted_delta_ptr, length, HAS_GRAD_LSE: tl.constexpr, DV: tl.constexpr, TILE: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """`delta = sum(dO * O) - dL`, and what backward passes need of the softmax, in the order of the segments.
 
@@ -136,7 +128,7 @@ def _find_delta(
     `shift_ptr`: (H, N), in the order of the segments; all others: (H, N).
     """
     head = tl.program_id(1).to(tl.int64)
-    offs_place, offs_dv = tl.program_id(0) * TILE + tl.arange(0, TILE), tl.arange(0, DVP)  # [TILE], [DV]
+    offs_place, offs_dv = tl.program_id(0) * TILE + tl.arange(0, TILE), tl.arange(0, padded(DV))  # [TILE], [DV]
     mask_row = offs_place < length  # [TILE]
     offs_place = head * length + offs_place
     offs_row = head * length + tl.load(order_ptr + offs_place, mask=mask_row, other=0)  # [TILE]
@@ -159,7 +151,7 @@ def _find_delta(
 def _add_to_queries(
     own_ptr, of_summaries_ptr, offset_of_summaries_ptr, of_pairs_ptr, offset_of_pairs_ptr, has_bucket_ptr,
     key_offset_ptr, total_ptr, length, shared_by, picks, HAS_SUMMARIES: tl.constexpr, SCALE: tl.constexpr,
-    D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr, ACC: tl.constexpr,
+    D: tl.constexpr, TILE: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """Gradients of queries from all their terms.
 
@@ -167,12 +159,12 @@ def _add_to_queries(
     `of_pairs_ptr`: (G, L, D); `offset_of_pairs_ptr`: (G, L); `has_bucket_ptr`: (G, L) int32; `key_offset_ptr`: (G, D).
     """
     head = tl.program_id(1).to(tl.int64)
-    offs_place, offs_d = tl.program_id(0) * TILE + tl.arange(0, TILE), tl.arange(0, DP)  # [TILE], [D]
+    offs_place, offs_d = tl.program_id(0) * TILE + tl.arange(0, TILE), tl.arange(0, padded(D))  # [TILE], [D]
     mask_row = offs_place < length  # [TILE]
     offs_row = head * length + offs_place  # [TILE]
     mask = mask_row[:, None] & (offs_d < D)[None, :]  # [TILE, D]
     offs = offs_row[:, None] * D + offs_d[None, :]  # [TILE, D]
-    summed = tl.zeros([TILE, DP], ACC)  # [TILE, D]
+    summed = tl.zeros([TILE, padded(D)], ACC)  # [TILE, D]
     of_offset = tl.zeros([TILE], ACC)
     if HAS_SUMMARIES:
         of_offset += tl.load(offset_of_summaries_ptr + offs_row, mask=mask_row, other=0.0)

@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from muse_attention.backends.triton.device_math import index_in_order
-from muse_attention.backends.triton.numbers import arithmetic, cdiv, padded
+from muse_attention.backends.triton.device_functions import dot, index_in_order
+from muse_attention.backends.triton.numbers import accumulator, cdiv, padded
 from muse_attention.backends.triton.runtime.launching import kernel
 from muse_attention.core.precision import compute_dtype
 from muse_attention.core.structures import Side
@@ -32,8 +32,6 @@ class Vectors:
 
     def __init__(self, sides: list[Side]) -> None:
         self.first, self.factor, self.second = sides[0].vectors, sides[0].factor, sides[-1].vectors
-        if len(sides) == 2 and sides[1].factor != 1:
-            raise ValueError("the second side has no factor")
         self.heads = sum(side.vectors.shape[0] for side in sides)
         self.length, self.head_dim = self.first.shape[1:]
         self.clusters = sides[0].clusters
@@ -55,8 +53,7 @@ class Vectors:
             "clusters": self.clusters,
             "FACTOR": self.factor,
             "D": self.head_dim,
-            "DP": padded(self.head_dim),
-            **arithmetic(self.first.dtype),
+            "ACC": accumulator(self.first.dtype),
         }
 
     @property
@@ -103,13 +100,10 @@ def vectors_of_sequence(first_ptr, second_ptr, sequence, of_first, length, D: tl
 
 
 @triton.jit
-def load_vectors(
-    vectors_ptr, offs_row, mask_row, is_first, FACTOR: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    ACC: tl.constexpr,
-):  # fmt: skip
+def load_vectors(vectors_ptr, offs_row, mask_row, is_first, FACTOR: tl.constexpr, D: tl.constexpr, ACC: tl.constexpr):
     """[ROWS, D]: rows of vectors, times the factor of their side. One that is not finite must poison what attends to
     it, not the clustering of everything else."""
-    offs_d = tl.arange(0, DP)  # [D]
+    offs_d = tl.arange(0, padded(D))  # [D]
     mask = mask_row[:, None] & (offs_d < D)[None, :]  # [ROWS, D]
     # [ROWS, D]
     loaded = tl.load(vectors_ptr + offs_row.to(tl.int64)[:, None] * D + offs_d[None, :], mask=mask, other=0.0)
@@ -119,19 +113,17 @@ def load_vectors(
 
 
 @triton.jit
-def load_centroids(centroids_ptr, sequence, first, clusters, D: tl.constexpr, DP: tl.constexpr, CHUNK: tl.constexpr):
+def load_centroids(centroids_ptr, sequence, first, clusters, D: tl.constexpr, CHUNK: tl.constexpr):
     """[CHUNK, D]: those of a sequence from `first` on."""
-    offs_cluster, offs_d = first + tl.arange(0, CHUNK), tl.arange(0, DP)  # [CHUNK], [D]
+    offs_cluster, offs_d = first + tl.arange(0, CHUNK), tl.arange(0, padded(D))  # [CHUNK], [D]
     offs = (sequence.to(tl.int64) * clusters + offs_cluster)[:, None] * D + offs_d[None, :]  # [CHUNK, D]
     return tl.load(centroids_ptr + offs, mask=(offs_cluster < clusters)[:, None] & (offs_d < D)[None, :], other=0.0)
 
 
 @triton.jit
-def store_centroids(
-    centroids_ptr, sequence, first, clusters, tile, D: tl.constexpr, DP: tl.constexpr, CHUNK: tl.constexpr
-):
+def store_centroids(centroids_ptr, sequence, first, clusters, tile, D: tl.constexpr, CHUNK: tl.constexpr):
     """Write [CHUNK, D] to those of a sequence from `first` on."""
-    offs_cluster, offs_d = first + tl.arange(0, CHUNK), tl.arange(0, DP)  # [CHUNK], [D]
+    offs_cluster, offs_d = first + tl.arange(0, CHUNK), tl.arange(0, padded(D))  # [CHUNK], [D]
     offs = (sequence.to(tl.int64) * clusters + offs_cluster)[:, None] * D + offs_d[None, :]  # [CHUNK, D]
     tl.store(centroids_ptr + offs, tile, mask=(offs_cluster < clusters)[:, None] & (offs_d < D)[None, :])
 
@@ -146,10 +138,10 @@ def half_norms(centroids, first, clusters, CHUNK: tl.constexpr, DTYPE: tl.conste
 
 
 @triton.jit
-def affinity(x, centroids, half_norms, ACC: tl.constexpr, PRECISION: tl.constexpr):
+def affinity(x, centroids, half_norms, ACC: tl.constexpr):
     """[ROWS, CHUNK]: larger is nearer: `-|x - c|^2 / 2` without the `|x|^2` that all centroids share."""
     # [ROWS, CHUNK]
-    scores = tl.dot(x, tl.trans(centroids), input_precision=PRECISION, out_dtype=ACC) - half_norms[None, :]
+    scores = dot(x, tl.trans(centroids), ACC) - half_norms[None, :]
     scores = tl.where(scores == scores, scores, 0.0)
     scores = tl.minimum(tl.maximum(scores, -1e38), 1e38)
     return tl.where((half_norms == float("inf"))[None, :], float("-inf"), scores)
@@ -193,15 +185,15 @@ def best_of_chunk(scores, first, best, nearest, CHUNK: tl.constexpr, DTYPE: tl.c
 
 @triton.jit
 def nearest_in_chunks(
-    x, centroids_ptr, rooms_ptr, sequence, clusters, HAS_ROOM: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    CHUNK: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    x, centroids_ptr, rooms_ptr, sequence, clusters, HAS_ROOM: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr,
+    ACC: tl.constexpr,
 ):  # fmt: skip
     """[ROWS]: the nearest centroid of each row of `x`, or the nearest one that `rooms_ptr`, (C,), has room for."""
     best, nearest = nothing_found(x.shape[0], x.dtype, ACC)  # [ROWS], [ROWS]
     for first in range(0, clusters, CHUNK):
-        current = load_centroids(centroids_ptr, sequence, first, clusters, D, DP, CHUNK)  # [CHUNK, D]
+        current = load_centroids(centroids_ptr, sequence, first, clusters, D, CHUNK)  # [CHUNK, D]
         rounded, norms = half_norms(current, first, clusters, CHUNK, x.dtype, ACC)  # [CHUNK, D], [CHUNK]
-        scores = affinity(x, rounded, norms, ACC, PRECISION)  # [ROWS, CHUNK]
+        scores = affinity(x, rounded, norms, ACC)  # [ROWS, CHUNK]
         if HAS_ROOM:
             offs_cluster = first + tl.arange(0, CHUNK)  # [CHUNK]
             room = tl.load(rooms_ptr + offs_cluster, mask=offs_cluster < clusters, other=0)  # [CHUNK]
@@ -213,8 +205,7 @@ def nearest_in_chunks(
 @kernel(stage="clustering", do_not_specialize=["of_first", "length", "clusters"])
 def _find_nearest(
     first_ptr, second_ptr, centroids_ptr, assignment_ptr, stride, of_first, length, clusters, FACTOR: tl.constexpr,
-    D: tl.constexpr, DP: tl.constexpr, CP: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
-    ACC: tl.constexpr, PRECISION: tl.constexpr,
+    D: tl.constexpr, CP: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """The nearest centroid of every `stride`-th vector. (A `stride` of 1 is a constant for the compiler.)
 
@@ -224,7 +215,7 @@ def _find_nearest(
     sequence = tl.program_id(1)
     vectors_ptr = vectors_of_sequence(first_ptr, second_ptr, sequence, of_first, length, D)
     if CHUNK == CP:
-        current = load_centroids(centroids_ptr, sequence, 0, clusters, D, DP, CHUNK)  # [CHUNK, D]
+        current = load_centroids(centroids_ptr, sequence, 0, clusters, D, CHUNK)  # [CHUNK, D]
         rounded, norms = half_norms(current, 0, clusters, CHUNK, first_ptr.dtype.element_ty, ACC)  # [CHUNK, D], [CHUNK]
     start = tl.program_id(0) * TILE * TILES
     sampled = tl.cdiv(length, stride)
@@ -232,11 +223,9 @@ def _find_nearest(
         offs_place = begin + tl.arange(0, TILE)  # [TILE]
         mask_row = offs_place < sampled  # [TILE]
         # [TILE, D]
-        x = load_vectors(vectors_ptr, offs_place * stride, mask_row, sequence < of_first, FACTOR, D, DP, ACC)
+        x = load_vectors(vectors_ptr, offs_place * stride, mask_row, sequence < of_first, FACTOR, D, ACC)
         if CHUNK == CP:
-            nearest = argmax(affinity(x, rounded, norms, ACC, PRECISION), CHUNK, x.dtype)  # [TILE]
+            nearest = argmax(affinity(x, rounded, norms, ACC), CHUNK, x.dtype)  # [TILE]
         else:
-            nearest = nearest_in_chunks(
-                x, centroids_ptr, assignment_ptr, sequence, clusters, False, D, DP, CHUNK, ACC, PRECISION
-            )
+            nearest = nearest_in_chunks(x, centroids_ptr, assignment_ptr, sequence, clusters, False, D, CHUNK, ACC)
         tl.store(assignment_ptr + sequence.to(tl.int64) * sampled + offs_place, nearest, mask=mask_row)

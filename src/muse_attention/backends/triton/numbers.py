@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
+import triton
 import triton.language as tl
 
 from muse_attention.backends.triton.runtime.chips import current_chip
@@ -15,11 +14,13 @@ def cdiv(number: int, size: int) -> int:
     return -(-number // size)
 
 
+@triton.constexpr_function
 def power_of_two(size: int) -> int:
-    """The smallest that holds `size`."""
+    """The smallest that holds `size`, on the host and in kernels, like `padded`."""
     return 1 << max(0, size - 1).bit_length()
 
 
+@triton.constexpr_function
 def padded(size: int) -> int:
     """The power of two, at least 16, that holds `size`: what matrix units and ranges want."""
     return max(16, power_of_two(size))
@@ -46,9 +47,9 @@ def fitting(
     return {**launch[most], **changes}
 
 
-def arithmetic(dtype: torch.dtype) -> dict[str, Any]:
-    """Compile-time arguments: sums are kept in float32 (float64 for float64), float32 is multiplied as such."""
-    return {"ACC": tl.float64 if dtype == torch.float64 else tl.float32, "PRECISION": "ieee"}
+def accumulator(dtype: torch.dtype) -> tl.dtype:
+    """What kernels keep sums in."""
+    return tl.float64 if dtype == torch.float64 else tl.float32
 
 
 def gradient_dtype(dtype: torch.dtype) -> torch.dtype:

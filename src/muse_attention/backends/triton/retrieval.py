@@ -1,30 +1,31 @@
 """Stage 5: exact attention to the retrieved buckets, bucket by bucket.
 
-Pairs (query, retrieved bucket) are sorted by bucket. A tile is some queries of one bucket; it streams the bucket's keys
-through. Each pair yields one partial, at its own place. In backward a tile of queries finds their gradients, and a tile
-of keys, through which the bucket's queries are streamed, those of keys and values.
+Every query and each bucket it retrieves are a pair. All queries have the same number of pairs, some of these without a
+bucket, so a pair's number tells its query. The pairs of a key head are sorted by bucket. A tile is some queries of one
+bucket; it streams the bucket's keys through. Each pair yields one partial, at its own place. In backward a tile of
+queries finds their gradients, and a tile of keys, through which the bucket's queries are streamed, those of keys and
+values.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import triton.language as tl
 from torch import Tensor
 
-from muse_attention.backends.triton.device_math import LOG2_E, LOG_2
+from muse_attention.backends.triton.bucket_summaries import PairGradients
+from muse_attention.backends.triton.device_functions import LOG2_E, LOG_2, add_dot, dot, load_rows, store_rows
 from muse_attention.backends.triton.filling import fill
-from muse_attention.backends.triton.grouping import Groups
+from muse_attention.backends.triton.grouping import Groups, group_rows
 from muse_attention.backends.triton.key_offset import QueryGradients
-from muse_attention.backends.triton.numbers import arithmetic, fitting, gradient_dtype, padded, power_of_two
-from muse_attention.backends.triton.pairs import PAIRS_OF_TILE, Pairs
-from muse_attention.backends.triton.row_tiles import load_rows, store_rows
+from muse_attention.backends.triton.numbers import accumulator, cdiv, fitting, gradient_dtype, padded, power_of_two
 from muse_attention.backends.triton.runtime.launching import kernel
-from muse_attention.backends.triton.summaries import PairGradients
-from muse_attention.backends.triton.tiles import Tiles, load_places, load_tile, tiles
+from muse_attention.backends.triton.tiles import Tiles, load_places, load_tile, tiles, tiles_of_groups
 from muse_attention.core.precision import compute_dtype
-from muse_attention.core.structures import Partial
+from muse_attention.core.structures import Partial, Selection
 
 ATTEND = {
     128: {"KEYS": 32, "num_warps": 4, "num_stages": 3},
@@ -43,6 +44,58 @@ ATTEND_BACKWARD_TO_KEYS = {
 }
 PAIRS_OF_PIECE = 2048
 """Queries of one bucket that one program streams through a tile of its keys, if there is room for all the pieces."""
+PAIRS_OF_TILE = 64
+"""Queries of one bucket that one program works on."""
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """The pairs of `G` key heads, `L` of each."""
+
+    groups: Groups
+    """pairs by bucket: order (G, L)"""
+    tiles: Tiles
+    picks: int
+    """pairs of every query"""
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.groups.order.shape
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """As kernels take them."""
+        return {"pair_order_ptr": self.groups.order, "picks": self.picks}
+
+    @classmethod
+    def of(cls, groups: Groups, picks: int) -> Pairs:
+        return cls(groups, tiles_of_groups(groups, PAIRS_OF_TILE), picks)
+
+
+def sort_picks(selection: Selection, blocks: int, fill_in: Groups) -> None:
+    """Sort the picks of each key head by bucket, `cluster * nb + block`; those without a bucket come last."""
+    number, retrieved = selection.retrieved.numel(), selection.retrieved.shape[-1]
+    bucket = torch.empty_like(fill_in.order)
+    width = 1024
+    _number_buckets[(cdiv(number, width),)](
+        opened_ptr=selection.opened, retrieved_ptr=selection.retrieved, picks_ptr=bucket, number=number,
+        retrieved_blocks=retrieved, blocks=blocks, WIDTH=width,
+    )  # fmt: skip
+    group_rows(bucket, fill_in)
+
+
+@kernel(stage="sorting", do_not_specialize=["number", "retrieved_blocks", "blocks"])
+def _number_buckets(opened_ptr, retrieved_ptr, picks_ptr, number, retrieved_blocks, blocks, WIDTH: tl.constexpr):
+    """The bucket of each pick, `cluster * nb + block`; -1 if it has none.
+
+    Grid: (number / WIDTH,). `opened_ptr`: (H, N, opened clusters) int32; `retrieved_ptr`, `picks_ptr`:
+    (H, N, opened clusters, retrieved blocks) int32.
+    """
+    offs = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)  # [WIDTH]
+    mask = offs < number  # [WIDTH]
+    block = tl.load(retrieved_ptr + offs, mask=mask, other=-1)  # [WIDTH]
+    cluster = tl.load(opened_ptr + offs // retrieved_blocks, mask=mask, other=-1)  # [WIDTH]
+    tl.store(picks_ptr + offs, tl.where((block < 0) | (cluster < 0), -1, cluster * blocks + block), mask=mask)
 
 
 def attend(queries: Tensor, keys: Tensor, values: Tensor, pairs: Pairs, buckets: Groups, *, scale: float) -> Partial:
@@ -140,10 +193,8 @@ def _inputs(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> dict
         "shared_by": queries.shape[0] // key_heads,
         "SCALE": scale,
         "D": head_dim,
-        "DP": padded(head_dim),
         "DV": value_dim,
-        "DVP": padded(value_dim),
-        **arithmetic(queries.dtype),
+        "ACC": accumulator(queries.dtype),
     }
 
 
@@ -178,9 +229,8 @@ def _plan_pieces(
 @kernel(stage="retrieval", do_not_specialize=["length", "shared_by", "picks", "buckets"])
 def _attend_to_buckets(
     queries_ptr, keys_ptr, values_ptr, pair_order_ptr, tile_group_ptr, tile_begin_ptr, tile_end_ptr, bucket_starts_ptr,
-    out_ptr, lse_ptr, length, shared_by, buckets, picks, SCALE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    DV: tl.constexpr, DVP: tl.constexpr, PAIRS: tl.constexpr, KEYS: tl.constexpr, ACC: tl.constexpr,
-    PRECISION: tl.constexpr,
+    out_ptr, lse_ptr, length, shared_by, buckets, picks, SCALE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    PAIRS: tl.constexpr, KEYS: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """Attention of the queries of a tile of pairs to all keys of their bucket.
 
@@ -196,34 +246,32 @@ def _attend_to_buckets(
     offs_place, mask_pair = load_places(tile_begin_ptr, tile_end_ptr, tile, PAIRS)  # [PAIRS], [PAIRS]
     offs_pair = tl.load(pair_order_ptr + first_pair + offs_place, mask=mask_pair, other=0)  # [PAIRS]
     offs_row = offs_pair // picks  # [PAIRS]
-    queries = load_rows(queries_ptr, first_row, offs_row, mask_pair, D, DP)  # [PAIRS, D]
+    queries = load_rows(queries_ptr, first_row, offs_row, mask_pair, D)  # [PAIRS, D]
     largest = tl.full([PAIRS], float("-inf"), ACC)
     total = tl.zeros([PAIRS], ACC)
-    weighted = tl.zeros([PAIRS, DVP], ACC)  # [PAIRS, DV]
+    weighted = tl.zeros([PAIRS, padded(DV)], ACC)  # [PAIRS, DV]
     begin_ptr = bucket_starts_ptr + key_head * (buckets + 1) + bucket
     end = tl.load(begin_ptr + 1)
     for begin in range(tl.load(begin_ptr), end, KEYS):
         offs_key = begin + tl.arange(0, KEYS)  # [KEYS]
         mask_key = offs_key < end  # [KEYS]
-        keys = load_rows(keys_ptr, key_head * length, offs_key, mask_key, D, DP)  # [KEYS, D]
-        values = load_rows(values_ptr, key_head * length, offs_key, mask_key, DV, DVP)  # [KEYS, DV]
+        keys = load_rows(keys_ptr, key_head * length, offs_key, mask_key, D)  # [KEYS, D]
+        values = load_rows(values_ptr, key_head * length, offs_key, mask_key, DV)  # [KEYS, DV]
         # (Logits are in powers of two here.)
         # [PAIRS, KEYS]
-        logits = tl.dot(queries, tl.trans(keys), input_precision=PRECISION, out_dtype=ACC) * (SCALE * LOG2_E)
+        logits = dot(queries, tl.trans(keys), ACC) * (SCALE * LOG2_E)
         logits = tl.where(mask_key[None, :], logits, float("-inf"))
         larger = tl.maximum(largest, tl.max(logits, 1))  # [PAIRS]
         shift = tl.where(larger == float("-inf"), 0.0, larger)  # [PAIRS]
         weights = tl.exp2(logits - shift[:, None])  # [PAIRS, KEYS]
         kept = tl.exp2(largest - shift)  # [PAIRS]
         total = total * kept + tl.sum(weights, 1)
-        weighted = tl.dot(
-            weights.to(values.dtype), values, weighted * kept[:, None], input_precision=PRECISION, out_dtype=ACC
-        )
+        weighted = add_dot(weights.to(values.dtype), values, weighted * kept[:, None])
         largest = larger
     nothing = total == 0  # [PAIRS]
     weighted /= tl.where(nothing, 1.0, total)[:, None]
     offs_pair = first_pair + offs_pair
-    store_rows(out_ptr, 0, offs_pair, mask_pair, weighted, DV, DVP)
+    store_rows(out_ptr, 0, offs_pair, mask_pair, weighted, DV)
     tl.store(lse_ptr + offs_pair, tl.where(nothing, float("-inf"), (largest + tl.log2(total)) * LOG_2), mask=mask_pair)
 
 
@@ -231,8 +279,7 @@ def _attend_to_buckets(
 def _buckets_backward_to_queries(
     grad_out_ptr, lse_ptr, delta_ptr, queries_ptr, keys_ptr, values_ptr, pair_order_ptr, tile_group_ptr, tile_begin_ptr,
     tile_end_ptr, bucket_starts_ptr, key_offset_ptr, grad_pairs_ptr, grad_shift_ptr, length, shared_by, buckets, picks,
-    SCALE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, PAIRS: tl.constexpr,
-    KEYS: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    SCALE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PAIRS: tl.constexpr, KEYS: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """Gradients of the queries of a tile of pairs, from all keys of their bucket.
 
@@ -249,11 +296,11 @@ def _buckets_backward_to_queries(
     offs_place, mask_pair = load_places(tile_begin_ptr, tile_end_ptr, tile, PAIRS)  # [PAIRS], [PAIRS]
     offs_pair = tl.load(pair_order_ptr + first_pair + offs_place, mask=mask_pair, other=0)  # [PAIRS]
     offs_row = offs_pair // picks  # [PAIRS]
-    queries = load_rows(queries_ptr, first_row, offs_row, mask_pair, D, DP)  # [PAIRS, D]
-    grad_out = load_rows(grad_out_ptr, first_row, offs_row, mask_pair, DV, DVP)  # [PAIRS, DV]
+    queries = load_rows(queries_ptr, first_row, offs_row, mask_pair, D)  # [PAIRS, D]
+    grad_out = load_rows(grad_out_ptr, first_row, offs_row, mask_pair, DV)  # [PAIRS, DV]
     lse = tl.load(lse_ptr + first_row + offs_row, mask=mask_pair, other=float("inf")) * LOG2_E  # [PAIRS]
     delta = tl.load(delta_ptr + first_row + offs_row, mask=mask_pair, other=0.0)  # [PAIRS]
-    gradient = tl.zeros([PAIRS, DP], ACC)  # [PAIRS, D]
+    gradient = tl.zeros([PAIRS, padded(D)], ACC)  # [PAIRS, D]
     d_shift = tl.zeros([PAIRS], ACC)
     rounded_shift = tl.zeros([PAIRS], ACC)
     begin_ptr = bucket_starts_ptr + key_head * (buckets + 1) + bucket
@@ -261,22 +308,22 @@ def _buckets_backward_to_queries(
     for begin in range(tl.load(begin_ptr), end, KEYS):
         offs_key = begin + tl.arange(0, KEYS)  # [KEYS]
         mask_key = offs_key < end  # [KEYS]
-        keys = load_rows(keys_ptr, key_head * length, offs_key, mask_key, D, DP)  # [KEYS, D]
-        values = load_rows(values_ptr, key_head * length, offs_key, mask_key, DV, DVP)  # [KEYS, DV]
-        logits = tl.dot(queries, tl.trans(keys), input_precision=PRECISION, out_dtype=ACC)  # [PAIRS, KEYS]
+        keys = load_rows(keys_ptr, key_head * length, offs_key, mask_key, D)  # [KEYS, D]
+        values = load_rows(values_ptr, key_head * length, offs_key, mask_key, DV)  # [KEYS, DV]
+        logits = dot(queries, tl.trans(keys), ACC)  # [PAIRS, KEYS]
         # [PAIRS, KEYS]
         weights = tl.exp2(tl.where(mask_key[None, :], logits * (SCALE * LOG2_E) - lse[:, None], float("-inf")))
-        response = tl.dot(grad_out, tl.trans(values), input_precision=PRECISION, out_dtype=ACC)  # [PAIRS, KEYS]
+        response = dot(grad_out, tl.trans(values), ACC)  # [PAIRS, KEYS]
         d_logits = weights * (response - delta[:, None])  # [PAIRS, KEYS]
         d_shift += tl.sum(d_logits, 1)
         d_logits = d_logits.to(keys.dtype)
         rounded_shift += tl.sum(d_logits.to(ACC), 1)
-        gradient = tl.dot(d_logits, keys, gradient, input_precision=PRECISION, out_dtype=ACC)
-    offs_d = tl.arange(0, DP)  # [D]
+        gradient = add_dot(d_logits, keys, gradient)
+    offs_d = tl.arange(0, padded(D))  # [D]
     offset = tl.load(key_offset_ptr + key_head * D + offs_d, mask=offs_d < D, other=0.0)  # [D]
     # (Less what the product above has of the offset, or what should cancel does not.)
     gradient -= rounded_shift[:, None] * offset[None, :]
-    store_rows(grad_pairs_ptr, 0, first_pair + offs_pair, mask_pair, gradient, D, DP)
+    store_rows(grad_pairs_ptr, 0, first_pair + offs_pair, mask_pair, gradient, D)
     tl.store(grad_shift_ptr + first_pair + offs_pair, d_shift, mask=mask_pair)
 
 
@@ -284,8 +331,7 @@ def _buckets_backward_to_queries(
 def _buckets_backward_to_keys(
     grad_out_ptr, lse_ptr, delta_ptr, queries_ptr, keys_ptr, values_ptr, pair_order_ptr, tile_begin_ptr, tile_end_ptr,
     piece_tile_ptr, piece_begin_ptr, piece_end_ptr, grad_keys_ptr, grad_values_ptr, length, shared_by, tiles, picks,
-    SCALE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, PAIRS: tl.constexpr,
-    KEYS: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    SCALE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PAIRS: tl.constexpr, KEYS: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """Gradients of the keys and values of a bucket tile, from a piece of the bucket's pairs.
 
@@ -300,10 +346,10 @@ def _buckets_backward_to_keys(
         return
     offs_key = tl.load(tile_begin_ptr + key_head * tiles + tile) + tl.arange(0, KEYS)  # [KEYS]
     mask_key = offs_key < tl.load(tile_end_ptr + key_head * tiles + tile)  # [KEYS]
-    keys = load_rows(keys_ptr, key_head * length, offs_key, mask_key, D, DP)  # [KEYS, D]
-    values = load_rows(values_ptr, key_head * length, offs_key, mask_key, DV, DVP)  # [KEYS, DV]
-    d_keys = tl.zeros([KEYS, DP], ACC)  # [KEYS, D]
-    d_values = tl.zeros([KEYS, DVP], ACC)  # [KEYS, DV]
+    keys = load_rows(keys_ptr, key_head * length, offs_key, mask_key, D)  # [KEYS, D]
+    values = load_rows(values_ptr, key_head * length, offs_key, mask_key, DV)  # [KEYS, DV]
+    d_keys = tl.zeros([KEYS, padded(D)], ACC)  # [KEYS, D]
+    d_values = tl.zeros([KEYS, padded(DV)], ACC)  # [KEYS, DV]
     first_row = key_head * shared_by * length
     pair_order_ptr += first_row * picks
     end = tl.load(piece_end_ptr + piece)
@@ -312,17 +358,17 @@ def _buckets_backward_to_keys(
         mask_pair = offs_place < end  # [PAIRS]
         offs_pair = tl.load(pair_order_ptr + offs_place, mask=mask_pair, other=0)  # [PAIRS]
         offs_row = offs_pair // picks  # [PAIRS]
-        queries = load_rows(queries_ptr, first_row, offs_row, mask_pair, D, DP)  # [PAIRS, D]
-        grad_out = load_rows(grad_out_ptr, first_row, offs_row, mask_pair, DV, DVP)  # [PAIRS, DV]
+        queries = load_rows(queries_ptr, first_row, offs_row, mask_pair, D)  # [PAIRS, D]
+        grad_out = load_rows(grad_out_ptr, first_row, offs_row, mask_pair, DV)  # [PAIRS, DV]
         lse = tl.load(lse_ptr + first_row + offs_row, mask=mask_pair, other=float("inf")) * LOG2_E  # [PAIRS]
         delta = tl.load(delta_ptr + first_row + offs_row, mask=mask_pair, other=0.0)  # [PAIRS]
         # Keys are the rows here, so that weights and gradients of logits enter the products below as they are.
-        logits = tl.dot(keys, tl.trans(queries), input_precision=PRECISION, out_dtype=ACC)  # [KEYS, PAIRS]
+        logits = dot(keys, tl.trans(queries), ACC)  # [KEYS, PAIRS]
         weights = tl.exp2(logits * (SCALE * LOG2_E) - lse[None, :])  # [KEYS, PAIRS]
-        d_values = tl.dot(weights.to(grad_out.dtype), grad_out, d_values, input_precision=PRECISION, out_dtype=ACC)
-        response = tl.dot(values, tl.trans(grad_out), input_precision=PRECISION, out_dtype=ACC)  # [KEYS, PAIRS]
+        d_values = add_dot(weights.to(grad_out.dtype), grad_out, d_values)
+        response = dot(values, tl.trans(grad_out), ACC)  # [KEYS, PAIRS]
         d_logits = weights * (response - delta[None, :])  # [KEYS, PAIRS]
-        d_keys = tl.dot(d_logits.to(queries.dtype), queries, d_keys, input_precision=PRECISION, out_dtype=ACC)
+        d_keys = add_dot(d_logits.to(queries.dtype), queries, d_keys)
     offs_place = tl.arange(0, KEYS)
-    store_rows(grad_keys_ptr, piece * KEYS, offs_place, mask_key, d_keys * SCALE, D, DP)
-    store_rows(grad_values_ptr, piece * KEYS, offs_place, mask_key, d_values, DV, DVP)
+    store_rows(grad_keys_ptr, piece * KEYS, offs_place, mask_key, d_keys * SCALE, D)
+    store_rows(grad_values_ptr, piece * KEYS, offs_place, mask_key, d_values, DV)

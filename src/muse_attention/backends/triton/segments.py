@@ -9,10 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from muse_attention.backends.triton.device_math import exp_of_less
+from muse_attention.backends.triton.device_functions import add_dot, dot, exp_of_less, load_rows
 from muse_attention.backends.triton.grouping import Groups
-from muse_attention.backends.triton.numbers import arithmetic, fitting, padded
-from muse_attention.backends.triton.row_tiles import load_rows
+from muse_attention.backends.triton.numbers import accumulator, fitting, padded
 from muse_attention.backends.triton.tiles import Tiles
 
 ROWS_OF_TILE = 64
@@ -56,9 +55,8 @@ class Segments:
         return {
             "residuals_ptr": self.residuals,
             "D": head_dim,
-            "DP": padded(head_dim),
             "IS_CAUSAL": self.is_causal,
-            **arithmetic(self.residuals.dtype),
+            "ACC": accumulator(self.residuals.dtype),
         }
 
     def clamped_to_clusters(self, launch: dict[str, int]) -> dict[str, int]:
@@ -78,28 +76,23 @@ def blocks_of_segment(segment, blocks, IS_CAUSAL: tl.constexpr):
 
 
 @triton.jit
-def score(
-    residual, mass_ptr, key_mean_ptr, first, offs_cluster, mask_cluster, D: tl.constexpr, DP: tl.constexpr,
-    ACC: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+def score(residual, mass_ptr, key_mean_ptr, first, offs_cluster, mask_cluster, D: tl.constexpr, ACC: tl.constexpr):
     """Means of the keys of the summaries `first + offs_cluster`, [CLUSTERS, D], and the logits of the queries against
     them, [ROWS, CLUSTERS]."""
-    means = load_rows(key_mean_ptr, first, offs_cluster, mask_cluster, D, DP)  # [CLUSTERS, D]
+    means = load_rows(key_mean_ptr, first, offs_cluster, mask_cluster, D)  # [CLUSTERS, D]
     masses = tl.load(mass_ptr + first + offs_cluster, mask=mask_cluster, other=float("-inf"))  # [CLUSTERS]
     # [ROWS, CLUSTERS]
-    logits = tl.dot(residual, tl.trans(means), input_precision=PRECISION, out_dtype=ACC) + masses[None, :]
+    logits = dot(residual, tl.trans(means), ACC) + masses[None, :]
     return means, logits
 
 
 @triton.jit
-def include(logits, values, largest, total, weighted, ACC: tl.constexpr, PRECISION: tl.constexpr):
+def include(logits, values, largest, total, weighted, ACC: tl.constexpr):
     """Terms into the running softmax: the largest logit and the total, [ROWS], and the weighted values, [ROWS, DV]."""
     larger = tl.maximum(largest, tl.max(logits, 1))  # [ROWS]
     shift = tl.where(larger == float("-inf"), 0.0, larger)  # [ROWS]
     weights = exp_of_less(logits, shift[:, None])  # [ROWS, CLUSTERS]
     kept = tl.exp(largest - shift)  # [ROWS]
     total = total * kept + tl.sum(weights, 1)
-    weighted = tl.dot(
-        weights.to(values.dtype), values, weighted * kept[:, None], input_precision=PRECISION, out_dtype=ACC
-    )
+    weighted = add_dot(weights.to(values.dtype), values, weighted * kept[:, None])
     return larger, total, weighted

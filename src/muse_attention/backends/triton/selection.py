@@ -8,13 +8,12 @@ import torch
 import triton
 import triton.language as tl
 
-from muse_attention.backends.triton.device_math import index_in_order
+from muse_attention.backends.triton.bucket_summaries import pointers_of_logits
+from muse_attention.backends.triton.device_functions import add_dot, index_in_order, load_rows
 from muse_attention.backends.triton.numbers import padded
-from muse_attention.backends.triton.opened import list_opened
-from muse_attention.backends.triton.row_tiles import load_rows
 from muse_attention.backends.triton.runtime.launching import kernel
 from muse_attention.backends.triton.segments import ROWS_OF_TILE, Segments, blocks_of_segment, score
-from muse_attention.backends.triton.summaries import pointers_of_logits
+from muse_attention.backends.triton.term_bits import list_opened
 from muse_attention.backends.triton.tiles import load_places_from_begin, load_tile
 from muse_attention.core.structures import Selection, Summaries
 
@@ -60,20 +59,19 @@ def _launch_of_clusters(key_clusters: int, head_dim: int) -> dict[str, Any]:
 @triton.jit
 def _score_in_slices(
     residuals_ptr, mass_ptr, key_mean_ptr, first_place, first, mask_row, mask_cluster, D: tl.constexpr,
-    DP: tl.constexpr, ROWS: tl.constexpr, CP: tl.constexpr, SLICE: tl.constexpr, ACC: tl.constexpr,
-    PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, CP: tl.constexpr, SLICE: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """[ROWS, CP]: the logits of `score` against all summaries from `first` on, summed over slices of the dimensions."""
     offs_place, offs_cluster = tl.arange(0, ROWS), tl.arange(0, CP)  # [ROWS], [CP]
     logits = tl.zeros([ROWS, CP], ACC)
-    for begin in range(0, DP, SLICE):
+    for begin in range(0, padded(D), SLICE):
         offs_d = begin + tl.arange(0, SLICE)  # [SLICE]
         mask_d = (offs_d < D)[None, :]  # [1, SLICE]
         ptrs = residuals_ptr + first_place * D + offs_place[:, None] * D + offs_d[None, :]  # [ROWS, SLICE]
         residual = tl.load(ptrs, mask=mask_row[:, None] & mask_d, other=0.0)  # [ROWS, SLICE]
         ptrs = key_mean_ptr + first * D + offs_cluster[:, None] * D + offs_d[None, :]  # [CP, SLICE]
         means = tl.load(ptrs, mask=mask_cluster[:, None] & mask_d, other=0.0)  # [CP, SLICE]
-        logits = tl.dot(residual, tl.trans(means), logits, input_precision=PRECISION, out_dtype=ACC)
+        logits = add_dot(residual, tl.trans(means), logits)
     return logits + tl.load(mass_ptr + first + offs_cluster, mask=mask_cluster, other=float("-inf"))[None, :]
 
 
@@ -83,8 +81,8 @@ def _score_in_slices(
 def _select_clusters(
     residuals_ptr, seen_mass_ptr, seen_key_mean_ptr, tile_group_ptr, tile_begin_ptr, tile_end_ptr, order_ptr,
     opened_ptr, retrieved_ptr, opened_clusters, retrieved_blocks, length, blocks, query_clusters, key_clusters,
-    D: tl.constexpr, DP: tl.constexpr, IS_CAUSAL: tl.constexpr, ROWS: tl.constexpr, CP: tl.constexpr,
-    SLICE: tl.constexpr, IS_PACKED: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    D: tl.constexpr, IS_CAUSAL: tl.constexpr, ROWS: tl.constexpr, CP: tl.constexpr, SLICE: tl.constexpr,
+    IS_PACKED: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """The best clusters of each query of a segment's tile, one after another, by the summaries it sees.
 
@@ -108,16 +106,14 @@ def _select_clusters(
     mask_cluster = offs_cluster < key_clusters  # [CP]
     of_block = ((head * query_clusters + segment // blocks) * blocks + segment % blocks) * key_clusters
     # (Block 0 of causal attention sees nothing: its masses are all -inf.)
-    if SLICE == DP:
-        residual = load_rows(residuals_ptr, first_place, offs_place, mask_row, D, DP)  # [ROWS, D]
+    if SLICE == padded(D):
+        residual = load_rows(residuals_ptr, first_place, offs_place, mask_row, D)  # [ROWS, D]
         # [CP, D], [ROWS, CP]
-        _, logits = score(
-            residual, seen_mass_ptr, seen_key_mean_ptr, of_block, offs_cluster, mask_cluster, D, DP, ACC, PRECISION
-        )
+        _, logits = score(residual, seen_mass_ptr, seen_key_mean_ptr, of_block, offs_cluster, mask_cluster, D, ACC)
     else:
         logits = _score_in_slices(
-            residuals_ptr, seen_mass_ptr, seen_key_mean_ptr, first_place, of_block, mask_row, mask_cluster, D, DP, ROWS,
-            CP, SLICE, ACC, PRECISION,
+            residuals_ptr, seen_mass_ptr, seen_key_mean_ptr, first_place, of_block, mask_row, mask_cluster, D, ROWS, CP,
+            SLICE, ACC,
         )  # fmt: skip
     opened_ptr += head * length * opened_clusters
     retrieved_ptr += head * length * opened_clusters * retrieved_blocks
@@ -155,8 +151,8 @@ def _select_clusters(
 def _select_blocks(
     residuals_ptr, mass_ptr, key_mean_ptr, tile_group_ptr, tile_begin_ptr, tile_end_ptr, order_ptr, listed_ptr,
     listed_number_ptr, opened_ptr, retrieved_ptr, opened_clusters, retrieved_blocks, length, blocks, query_clusters,
-    key_clusters, D: tl.constexpr, DP: tl.constexpr, IS_CAUSAL: tl.constexpr, IS_SINGLE: tl.constexpr,
-    ROWS: tl.constexpr, CLUSTERS: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    key_clusters, D: tl.constexpr, IS_CAUSAL: tl.constexpr, IS_SINGLE: tl.constexpr, ROWS: tl.constexpr,
+    CLUSTERS: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """For each opened cluster the best blocks, one after another.
 
@@ -175,7 +171,7 @@ def _select_blocks(
     own_block, seen_blocks = blocks_of_segment(segment, blocks, IS_CAUSAL)
     if seen_blocks == 0:
         return
-    residual = load_rows(residuals_ptr, first_place, offs_place, mask_row, D, DP)  # [ROWS, D]
+    residual = load_rows(residuals_ptr, first_place, offs_place, mask_row, D)  # [ROWS, D]
     line = head * query_clusters + segment // blocks
     of_cluster = line * blocks * key_clusters
     listed_here = tl.load(listed_number_ptr + line)
@@ -200,9 +196,7 @@ def _select_blocks(
             for block in range(seen_blocks):
                 of_block = of_cluster + block * key_clusters
                 # [CLUSTERS, D], [ROWS, CLUSTERS]
-                _, logits = score(
-                    residual, mass_ptr, key_mean_ptr, of_block, offs_cluster, mask_cluster, D, DP, ACC, PRECISION
-                )
+                _, logits = score(residual, mass_ptr, key_mean_ptr, of_block, offs_cluster, mask_cluster, D, ACC)
                 if not IS_CAUSAL:
                     logits = tl.where(own_block == block, float("-inf"), logits)
                 # Those that come after the last one found: with a lower score, or later with the same.

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from muse_attention.backends.triton.device_functions import dot
 from muse_attention.backends.triton.filling import fill
 from muse_attention.backends.triton.nearest import (
     Vectors,
@@ -49,16 +50,14 @@ def _decayed(nearest, offs_place, LOG2_DECAY: tl.constexpr, ACC: tl.constexpr):
 
 
 @triton.jit
-def _receive(
-    totals, weights, offs_cluster, x, nearest, share, DECAY: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr
-):
+def _receive(totals, weights, offs_cluster, x, nearest, share, DECAY: tl.constexpr, ACC: tl.constexpr):
     """Totals [CHUNK, D] and weights [CHUNK] of the centroids `offs_cluster` after a minibatch.
 
     One that receives `x_1 .. x_m` ends it with the total `DECAY^m t + sum_r DECAY^(m-r) x_r`: the closed form of
     updating it with one vector after another.
     """
     member = tl.where(nearest[:, None] == offs_cluster[None, :], share[:, None], 0.0).to(x.dtype)  # [MINIBATCH, CHUNK]
-    received = tl.dot(tl.trans(member), x, input_precision=PRECISION, out_dtype=ACC)  # [CHUNK, D]
+    received = dot(tl.trans(member), x, ACC)  # [CHUNK, D]
     counted = tl.sum(member.to(ACC), 0)  # [CHUNK]
     # `counted` is 1 + DECAY + .. + DECAY^(m-1), which tells DECAY^m.
     kept = 1.0 - (1.0 - DECAY) * counted  # [CHUNK]
@@ -68,8 +67,7 @@ def _receive(
 @kernel(stage="clustering", do_not_specialize=["of_first", "length", "clusters"])
 def _stream(
     first_ptr, second_ptr, order_ptr, centroids_ptr, of_first, length, clusters, FACTOR: tl.constexpr, D: tl.constexpr,
-    DP: tl.constexpr, CP: tl.constexpr, MINIBATCH: tl.constexpr, DECAY: tl.constexpr, LOG2_DECAY: tl.constexpr,
-    ACC: tl.constexpr, PRECISION: tl.constexpr,
+    CP: tl.constexpr, MINIBATCH: tl.constexpr, DECAY: tl.constexpr, LOG2_DECAY: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """One pass in minibatches, with all centroids on chip.
 
@@ -79,28 +77,28 @@ def _stream(
     sequence = tl.program_id(0)
     vectors_ptr = vectors_of_sequence(first_ptr, second_ptr, sequence, of_first, length, D)
     offs_cluster, offs_place = tl.arange(0, CP), tl.arange(0, MINIBATCH)  # [CP], [MINIBATCH]
-    current = load_centroids(centroids_ptr, sequence, 0, clusters, D, DP, CP)  # [CP, D]
+    current = load_centroids(centroids_ptr, sequence, 0, clusters, D, CP)  # [CP, D]
     totals = current  # [CP, D]
     weights = tl.full([CP], 1.0, ACC)
     for begin in range(0, length, MINIBATCH):
         mask_row = begin + offs_place < length  # [MINIBATCH]
         offs_row = tl.load(order_ptr + begin + offs_place, mask=mask_row, other=0)  # [MINIBATCH]
-        x = load_vectors(vectors_ptr, offs_row, mask_row, sequence < of_first, FACTOR, D, DP, ACC)  # [MINIBATCH, D]
+        x = load_vectors(vectors_ptr, offs_row, mask_row, sequence < of_first, FACTOR, D, ACC)  # [MINIBATCH, D]
         rounded, norms = half_norms(current, 0, clusters, CP, x.dtype, ACC)  # [CP, D], [CP]
-        nearest = argmax(affinity(x, rounded, norms, ACC, PRECISION), CP, x.dtype)  # [MINIBATCH]
+        nearest = argmax(affinity(x, rounded, norms, ACC), CP, x.dtype)  # [MINIBATCH]
         nearest = tl.where(mask_row, nearest, -1)
         share = _decayed(nearest, offs_place, LOG2_DECAY, ACC)  # [MINIBATCH]
-        totals, weights = _receive(totals, weights, offs_cluster, x, nearest, share, DECAY, ACC, PRECISION)
+        totals, weights = _receive(totals, weights, offs_cluster, x, nearest, share, DECAY, ACC)
         current = totals / weights[:, None]
     rounded = current.to(first_ptr.dtype.element_ty).to(ACC)
-    store_centroids(centroids_ptr, sequence, 0, clusters, rounded, D, DP, CP)
+    store_centroids(centroids_ptr, sequence, 0, clusters, rounded, D, CP)
 
 
 @kernel(stage="clustering", do_not_specialize=["of_first", "length", "clusters"])
 def _stream_in_chunks(
     first_ptr, second_ptr, order_ptr, centroids_ptr, weights_ptr, of_first, length, clusters, FACTOR: tl.constexpr,
-    D: tl.constexpr, DP: tl.constexpr, CHUNK: tl.constexpr, MINIBATCH: tl.constexpr, DECAY: tl.constexpr,
-    LOG2_DECAY: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    D: tl.constexpr, CHUNK: tl.constexpr, MINIBATCH: tl.constexpr, DECAY: tl.constexpr, LOG2_DECAY: tl.constexpr,
+    ACC: tl.constexpr,
 ):  # fmt: skip
     """As `_stream`, with totals and weights in memory: until the end `centroids_ptr` holds the totals.
 
@@ -113,15 +111,15 @@ def _stream_in_chunks(
     for begin in range(0, length, MINIBATCH):
         mask_row = begin + offs_place < length  # [MINIBATCH]
         offs_row = tl.load(order_ptr + begin + offs_place, mask=mask_row, other=0)  # [MINIBATCH]
-        x = load_vectors(vectors_ptr, offs_row, mask_row, sequence < of_first, FACTOR, D, DP, ACC)  # [MINIBATCH, D]
+        x = load_vectors(vectors_ptr, offs_row, mask_row, sequence < of_first, FACTOR, D, ACC)  # [MINIBATCH, D]
         best, nearest = nothing_found(MINIBATCH, x.dtype, ACC)  # [MINIBATCH], [MINIBATCH]
         for chunk in range(0, clusters, CHUNK):
             offs_cluster = chunk + tl.arange(0, CHUNK)  # [CHUNK]
             weights = tl.load(weights_ptr + offs_cluster, mask=offs_cluster < clusters, other=1.0)  # [CHUNK]
             # [CHUNK, D]
-            current = load_centroids(centroids_ptr, sequence, chunk, clusters, D, DP, CHUNK) / weights[:, None]
+            current = load_centroids(centroids_ptr, sequence, chunk, clusters, D, CHUNK) / weights[:, None]
             rounded, norms = half_norms(current, chunk, clusters, CHUNK, x.dtype, ACC)  # [CHUNK, D], [CHUNK]
-            scores = affinity(x, rounded, norms, ACC, PRECISION)  # [MINIBATCH, CHUNK]
+            scores = affinity(x, rounded, norms, ACC)  # [MINIBATCH, CHUNK]
             best, nearest = best_of_chunk(scores, chunk, best, nearest, CHUNK, x.dtype)
         nearest = tl.where(mask_row, nearest, -1)
         share = _decayed(nearest, offs_place, LOG2_DECAY, ACC)  # [MINIBATCH]
@@ -130,14 +128,14 @@ def _stream_in_chunks(
             offs_cluster = chunk + tl.arange(0, CHUNK)
             mask_cluster = offs_cluster < clusters  # [CHUNK]
             weights = tl.load(weights_ptr + offs_cluster, mask=mask_cluster, other=1.0)
-            totals = load_centroids(centroids_ptr, sequence, chunk, clusters, D, DP, CHUNK)  # [CHUNK, D]
-            totals, weights = _receive(totals, weights, offs_cluster, x, nearest, share, DECAY, ACC, PRECISION)
-            store_centroids(centroids_ptr, sequence, chunk, clusters, totals, D, DP, CHUNK)
+            totals = load_centroids(centroids_ptr, sequence, chunk, clusters, D, CHUNK)  # [CHUNK, D]
+            totals, weights = _receive(totals, weights, offs_cluster, x, nearest, share, DECAY, ACC)
+            store_centroids(centroids_ptr, sequence, chunk, clusters, totals, D, CHUNK)
             tl.store(weights_ptr + offs_cluster, weights, mask=mask_cluster)
         tl.debug_barrier()
     for chunk in range(0, clusters, CHUNK):
         offs_cluster = chunk + tl.arange(0, CHUNK)
         weights = tl.load(weights_ptr + offs_cluster, mask=offs_cluster < clusters, other=1.0)
-        current = load_centroids(centroids_ptr, sequence, chunk, clusters, D, DP, CHUNK) / weights[:, None]
+        current = load_centroids(centroids_ptr, sequence, chunk, clusters, D, CHUNK) / weights[:, None]
         rounded = current.to(first_ptr.dtype.element_ty).to(ACC)
-        store_centroids(centroids_ptr, sequence, chunk, clusters, rounded, D, DP, CHUNK)
+        store_centroids(centroids_ptr, sequence, chunk, clusters, rounded, D, CHUNK)

@@ -7,13 +7,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from muse_attention.backends.triton.device_math import exp_of_less
+from muse_attention.backends.triton.bucket_summaries import pointers
+from muse_attention.backends.triton.device_functions import add_dot, dot, exp_of_less, load_rows, store_rows
 from muse_attention.backends.triton.key_offset import QueryGradients
 from muse_attention.backends.triton.numbers import cdiv, gradient_dtype, padded
-from muse_attention.backends.triton.row_tiles import load_rows, store_rows
 from muse_attention.backends.triton.runtime.launching import kernel
 from muse_attention.backends.triton.segments import ROWS_OF_TILE, Segments, blocks_of_segment, include, score
-from muse_attention.backends.triton.summaries import pointers
 from muse_attention.backends.triton.term_bits import (
     Terms,
     any_set,
@@ -63,8 +62,8 @@ def attend(segments: Segments, of_buckets: Summaries, seen: Summaries, terms: Te
     )
     _attend_to_summaries[segments.tiles.grid](
         **segments.queries, shifts_ptr=segments.shift, **pointers(of_buckets), **pointers(seen, "seen_"),
-        **segments.rows, **terms.arguments, out_ptr=partial.out, lse_ptr=partial.lse, DV=value_dim,
-        DVP=padded(value_dim), ROWS=ROWS_OF_TILE, **segments.fit(ATTEND, value_dim),
+        **segments.rows, **terms.arguments, out_ptr=partial.out, lse_ptr=partial.lse, DV=value_dim, ROWS=ROWS_OF_TILE,
+        **segments.fit(ATTEND, value_dim),
     )  # fmt: skip
     return partial
 
@@ -94,7 +93,7 @@ def attend_backward(
         torch.empty_like(lse),
     )
     of_softmax = {"grad_out_ptr": grad_out, "lse_ptr": lse, "delta_ptr": delta}
-    shared = {**of_softmax, **segments.queries, "DV": value_dim, "DVP": padded(value_dim)}
+    shared = {**of_softmax, **segments.queries, "DV": value_dim}
     _summaries_backward_to_queries[segments.tiles.grid](
         **shared, **pointers(of_buckets), **pointers(seen, "seen_"), **segments.rows, **terms.arguments,
         grad_queries_ptr=to_queries.centred, grad_shift_ptr=to_queries.of_offset, ROWS=ROWS_OF_TILE,
@@ -125,8 +124,8 @@ def _attend_to_summaries(
     residuals_ptr, shifts_ptr, mass_ptr, key_mean_ptr, value_mean_ptr, seen_mass_ptr, seen_key_mean_ptr,
     seen_value_mean_ptr, tile_group_ptr, tile_begin_ptr, tile_end_ptr, order_ptr, cluster_terms_ptr, block_terms_ptr,
     listed_ptr, listed_number_ptr, out_ptr, lse_ptr, length, blocks, query_clusters, key_clusters, words,
-    D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, IS_CAUSAL: tl.constexpr, ROWS: tl.constexpr,
-    CLUSTERS: tl.constexpr, COLUMNS: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, IS_CAUSAL: tl.constexpr, ROWS: tl.constexpr, CLUSTERS: tl.constexpr,
+    COLUMNS: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """Attention of the queries of a segment's tile to their terms: accumulated summaries of clusters they did not open,
     and blocks' summaries of those they opened.
@@ -148,9 +147,9 @@ def _attend_to_summaries(
     of_cluster = line * blocks * key_clusters
     largest = tl.full([ROWS], float("-inf"), ACC)
     total = tl.zeros([ROWS], ACC)
-    weighted = tl.zeros([ROWS, DVP], ACC)  # [ROWS, DV]
+    weighted = tl.zeros([ROWS, padded(DV)], ACC)  # [ROWS, DV]
     if seen_blocks > 0:
-        residual = load_rows(residuals_ptr, first_place, offs_place, mask_row, D, DP)  # [ROWS, D]
+        residual = load_rows(residuals_ptr, first_place, offs_place, mask_row, D)  # [ROWS, D]
         # 1. What is seen of every cluster.
         for first in range(0, key_clusters, CLUSTERS):
             offs_cluster = first + tl.arange(0, CLUSTERS)  # [CLUSTERS]
@@ -160,12 +159,10 @@ def _attend_to_summaries(
             low, high = words_of_clusters(bits_ptr, offs_place, mask_row, first, length, words, CLUSTERS)
             of_block = of_cluster + own_block * key_clusters
             # [CLUSTERS, D], [ROWS, CLUSTERS]
-            _, logits = score(
-                residual, seen_mass_ptr, seen_key_mean_ptr, of_block, offs_cluster, mask_cluster, D, DP, ACC, PRECISION
-            )
+            _, logits = score(residual, seen_mass_ptr, seen_key_mean_ptr, of_block, offs_cluster, mask_cluster, D, ACC)
             logits = tl.where(bit_of_row(low, high, first, CLUSTERS), logits, float("-inf"))
-            values = load_rows(seen_value_mean_ptr, of_block, offs_cluster, mask_cluster, DV, DVP)  # [CLUSTERS, DV]
-            largest, total, weighted = include(logits, values, largest, total, weighted, ACC, PRECISION)
+            values = load_rows(seen_value_mean_ptr, of_block, offs_cluster, mask_cluster, DV)  # [CLUSTERS, DV]
+            largest, total, weighted = include(logits, values, largest, total, weighted, ACC)
 
         # 2. The blocks of the listed clusters.
         listed_here = tl.load(listed_number_ptr + line)
@@ -187,12 +184,10 @@ def _attend_to_summaries(
                 # [COLUMNS]
                 offs_summary = block * key_clusters + tl.load(listed_ptr + offs_listed, mask=mask_summary, other=0)
                 # [COLUMNS, D], [ROWS, COLUMNS]
-                _, logits = score(
-                    residual, mass_ptr, key_mean_ptr, of_cluster, offs_summary, mask_summary, D, DP, ACC, PRECISION
-                )
+                _, logits = score(residual, mass_ptr, key_mean_ptr, of_cluster, offs_summary, mask_summary, D, ACC)
                 logits = tl.where(has_term, logits, float("-inf"))
-                values = load_rows(value_mean_ptr, of_cluster, offs_summary, mask_summary, DV, DVP)  # [COLUMNS, DV]
-                largest, total, weighted = include(logits, values, largest, total, weighted, ACC, PRECISION)
+                values = load_rows(value_mean_ptr, of_cluster, offs_summary, mask_summary, DV)  # [COLUMNS, DV]
+                largest, total, weighted = include(logits, values, largest, total, weighted, ACC)
 
     # 3. Into the order of the inputs.
     offs_row = tl.load(order_ptr + first_place + offs_place, mask=mask_row, other=0)  # [ROWS]
@@ -200,16 +195,16 @@ def _attend_to_summaries(
     weighted /= tl.where(nothing, 1.0, total)[:, None]
     shift = tl.load(shifts_ptr + first_place + offs_place, mask=mask_row, other=0.0)  # [ROWS]
     log_total = tl.where(nothing, float("-inf"), largest + tl.log(total) + shift)  # [ROWS]
-    store_rows(out_ptr, head * length, offs_row, mask_row, weighted, DV, DVP)
+    store_rows(out_ptr, head * length, offs_row, mask_row, weighted, DV)
     tl.store(lse_ptr + head * length + offs_row, log_total, mask=mask_row)
 
 
 @triton.jit
-def _gradient_of_logits(logits, grad_out, values, lse, delta, ACC: tl.constexpr, PRECISION: tl.constexpr):
+def _gradient_of_logits(logits, grad_out, values, lse, delta, ACC: tl.constexpr):
     """[ROWS, CLUSTERS]: from `grad_out` [ROWS, DV], `values` [CLUSTERS, DV], and the softmax's `lse` and `delta`,
     [ROWS]."""
     weights = exp_of_less(logits, lse[:, None])  # [ROWS, CLUSTERS]
-    response = tl.dot(grad_out, tl.trans(values), input_precision=PRECISION, out_dtype=ACC)  # [ROWS, CLUSTERS]
+    response = dot(grad_out, tl.trans(values), ACC)  # [ROWS, CLUSTERS]
     return weights * (response - delta[:, None])
 
 
@@ -218,9 +213,8 @@ def _summaries_backward_to_queries(
     grad_out_ptr, lse_ptr, delta_ptr, residuals_ptr, mass_ptr, key_mean_ptr, value_mean_ptr, seen_mass_ptr,
     seen_key_mean_ptr, seen_value_mean_ptr, tile_group_ptr, tile_begin_ptr, tile_end_ptr, order_ptr, cluster_terms_ptr,
     block_terms_ptr, listed_ptr, listed_number_ptr, grad_queries_ptr, grad_shift_ptr, length, blocks, query_clusters,
-    key_clusters, words, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
-    IS_CAUSAL: tl.constexpr, ROWS: tl.constexpr, CLUSTERS: tl.constexpr, COLUMNS: tl.constexpr, ACC: tl.constexpr,
-    PRECISION: tl.constexpr,
+    key_clusters, words, D: tl.constexpr, DV: tl.constexpr, IS_CAUSAL: tl.constexpr, ROWS: tl.constexpr,
+    CLUSTERS: tl.constexpr, COLUMNS: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """Gradients of the queries of a segment's tile, from all their terms.
 
@@ -240,11 +234,11 @@ def _summaries_backward_to_queries(
     own_block, seen_blocks = blocks_of_segment(segment, blocks, IS_CAUSAL)
     line = head * query_clusters + segment // blocks
     of_cluster = line * blocks * key_clusters
-    gradient = tl.zeros([ROWS, DP], ACC)  # [ROWS, D]
+    gradient = tl.zeros([ROWS, padded(D)], ACC)  # [ROWS, D]
     d_shift = tl.zeros([ROWS], ACC)
     if seen_blocks > 0:
-        residual = load_rows(residuals_ptr, first_place, offs_place, mask_row, D, DP)  # [ROWS, D]
-        grad_out = load_rows(grad_out_ptr, first_place, offs_place, mask_row, DV, DVP)  # [ROWS, DV]
+        residual = load_rows(residuals_ptr, first_place, offs_place, mask_row, D)  # [ROWS, D]
+        grad_out = load_rows(grad_out_ptr, first_place, offs_place, mask_row, DV)  # [ROWS, DV]
         lse = tl.load(lse_ptr + first_place + offs_place, mask=mask_row, other=float("inf"))  # [ROWS]
         delta = tl.load(delta_ptr + first_place + offs_place, mask=mask_row, other=0.0)  # [ROWS]
         # 1. What is seen of every cluster.
@@ -257,13 +251,13 @@ def _summaries_backward_to_queries(
             of_block = of_cluster + own_block * key_clusters
             # [CLUSTERS, D], [ROWS, CLUSTERS]
             means, logits = score(
-                residual, seen_mass_ptr, seen_key_mean_ptr, of_block, offs_cluster, mask_cluster, D, DP, ACC, PRECISION
+                residual, seen_mass_ptr, seen_key_mean_ptr, of_block, offs_cluster, mask_cluster, D, ACC
             )
             logits = tl.where(bit_of_row(low, high, first, CLUSTERS), logits, float("-inf"))
-            values = load_rows(seen_value_mean_ptr, of_block, offs_cluster, mask_cluster, DV, DVP)  # [CLUSTERS, DV]
-            d_logits = _gradient_of_logits(logits, grad_out, values, lse, delta, ACC, PRECISION)  # [ROWS, CLUSTERS]
+            values = load_rows(seen_value_mean_ptr, of_block, offs_cluster, mask_cluster, DV)  # [CLUSTERS, DV]
+            d_logits = _gradient_of_logits(logits, grad_out, values, lse, delta, ACC)  # [ROWS, CLUSTERS]
             d_shift += tl.sum(d_logits, 1)
-            gradient = tl.dot(d_logits.to(means.dtype), means, gradient, input_precision=PRECISION, out_dtype=ACC)
+            gradient = add_dot(d_logits.to(means.dtype), means, gradient)
 
         # 2. The blocks of the listed clusters.
         listed_here = tl.load(listed_number_ptr + line)
@@ -285,18 +279,16 @@ def _summaries_backward_to_queries(
                 # [COLUMNS]
                 offs_summary = block * key_clusters + tl.load(listed_ptr + offs_listed, mask=mask_summary, other=0)
                 # [COLUMNS, D], [ROWS, COLUMNS]
-                means, logits = score(
-                    residual, mass_ptr, key_mean_ptr, of_cluster, offs_summary, mask_summary, D, DP, ACC, PRECISION
-                )
+                means, logits = score(residual, mass_ptr, key_mean_ptr, of_cluster, offs_summary, mask_summary, D, ACC)
                 logits = tl.where(has_term, logits, float("-inf"))
-                values = load_rows(value_mean_ptr, of_cluster, offs_summary, mask_summary, DV, DVP)  # [COLUMNS, DV]
-                d_logits = _gradient_of_logits(logits, grad_out, values, lse, delta, ACC, PRECISION)  # [ROWS, COLUMNS]
+                values = load_rows(value_mean_ptr, of_cluster, offs_summary, mask_summary, DV)  # [COLUMNS, DV]
+                d_logits = _gradient_of_logits(logits, grad_out, values, lse, delta, ACC)  # [ROWS, COLUMNS]
                 d_shift += tl.sum(d_logits, 1)
-                gradient = tl.dot(d_logits.to(means.dtype), means, gradient, input_precision=PRECISION, out_dtype=ACC)
+                gradient = add_dot(d_logits.to(means.dtype), means, gradient)
 
     # 3. Into the order of the inputs.
     offs_row = tl.load(order_ptr + first_place + offs_place, mask=mask_row, other=0)  # [ROWS]
-    store_rows(grad_queries_ptr, head * length, offs_row, mask_row, gradient, D, DP)
+    store_rows(grad_queries_ptr, head * length, offs_row, mask_row, gradient, D)
     tl.store(grad_shift_ptr + head * length + offs_row, d_shift, mask=mask_row)
 
 
@@ -304,9 +296,8 @@ def _summaries_backward_to_queries(
 def _backward_to_summaries(
     grad_out_ptr, lse_ptr, delta_ptr, residuals_ptr, mass_ptr, key_mean_ptr, value_mean_ptr, starts_ptr, terms_ptr,
     listed_ptr, listed_number_ptr, grad_mass_ptr, grad_key_mean_ptr, grad_value_mean_ptr, length, blocks,
-    query_clusters, key_clusters, words, IS_SEEN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr,
-    DVP: tl.constexpr, IS_CAUSAL: tl.constexpr, ROWS: tl.constexpr, CLUSTERS: tl.constexpr, ACC: tl.constexpr,
-    PRECISION: tl.constexpr,
+    query_clusters, key_clusters, words, IS_SEEN: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, ROWS: tl.constexpr, CLUSTERS: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """Of some summaries, what they receive from all queries of their query cluster that see them.
 
@@ -347,12 +338,12 @@ def _backward_to_summaries(
         offs_cluster = tl.load(listed_ptr + line * key_clusters + offs_listed, mask=mask_cluster, other=0)
         offs_cluster += offs_column // of_low * key_clusters
     of_block = (line * blocks + block) * key_clusters
-    means = load_rows(key_mean_ptr, of_block, offs_cluster, mask_cluster, D, DP)  # [CLUSTERS, D]
-    values = load_rows(value_mean_ptr, of_block, offs_cluster, mask_cluster, DV, DVP)  # [CLUSTERS, DV]
+    means = load_rows(key_mean_ptr, of_block, offs_cluster, mask_cluster, D)  # [CLUSTERS, D]
+    values = load_rows(value_mean_ptr, of_block, offs_cluster, mask_cluster, DV)  # [CLUSTERS, DV]
     masses = tl.load(mass_ptr + of_block + offs_cluster, mask=mask_cluster, other=float("-inf"))  # [CLUSTERS]
     d_mass = tl.zeros([CLUSTERS], ACC)
-    d_means = tl.zeros([CLUSTERS, DP], ACC)  # [CLUSTERS, D]
-    d_values = tl.zeros([CLUSTERS, DVP], ACC)  # [CLUSTERS, DV]
+    d_means = tl.zeros([CLUSTERS, padded(D)], ACC)  # [CLUSTERS, D]
+    d_values = tl.zeros([CLUSTERS, padded(DV)], ACC)  # [CLUSTERS, DV]
 
     # 2. Which rows see them.
     starts_ptr += head * (blocks * query_clusters + 1) + query_cluster * blocks
@@ -389,27 +380,23 @@ def _backward_to_summaries(
                     terms_ptr, offs_place, last_row, own_begin, own_end, next_end, block, blocks, first, length, words
                 )
             if IS_SEEN or any_set(low | high):
-                residual = load_rows(residuals_ptr, head * length, offs_place, mask_row, D, DP)  # [ROWS, D]
-                grad_out = load_rows(grad_out_ptr, head * length, offs_place, mask_row, DV, DVP)  # [ROWS, DV]
+                residual = load_rows(residuals_ptr, head * length, offs_place, mask_row, D)  # [ROWS, D]
+                grad_out = load_rows(grad_out_ptr, head * length, offs_place, mask_row, DV)  # [ROWS, DV]
                 lse = tl.load(lse_ptr + head * length + offs_place, mask=mask_row, other=float("inf"))  # [ROWS]
                 delta = tl.load(delta_ptr + head * length + offs_place, mask=mask_row, other=0.0)  # [ROWS]
                 # Summaries are the rows here, so that weights and gradients enter the products below as they are.
                 # [CLUSTERS, ROWS]
-                logits = tl.dot(means, tl.trans(residual), input_precision=PRECISION, out_dtype=ACC) + masses[:, None]
+                logits = dot(means, tl.trans(residual), ACC) + masses[:, None]
                 logits = tl.where(bit_of_column(low, high, first, CLUSTERS, of_low), logits, float("-inf"))
                 weights = exp_of_less(logits, lse[None, :])  # [CLUSTERS, ROWS]
-                d_values = tl.dot(
-                    weights.to(grad_out.dtype), grad_out, d_values, input_precision=PRECISION, out_dtype=ACC
-                )
+                d_values = add_dot(weights.to(grad_out.dtype), grad_out, d_values)
                 # [CLUSTERS, ROWS]
-                response = tl.dot(values, tl.trans(grad_out), input_precision=PRECISION, out_dtype=ACC)
+                response = dot(values, tl.trans(grad_out), ACC)
                 d_logits = weights * (response - delta[None, :])  # [CLUSTERS, ROWS]
                 # At fixed sums: the gradient of the values has `sum(weights * response)` along the values.
                 d_mass -= tl.sum(weights * delta[None, :], 1)
-                d_means = tl.dot(
-                    d_logits.to(residual.dtype), residual, d_means, input_precision=PRECISION, out_dtype=ACC
-                )
+                d_means = add_dot(d_logits.to(residual.dtype), residual, d_means)
     d_mass -= tl.sum(d_means * means.to(ACC), 1)
     tl.store(grad_mass_ptr + of_block + offs_cluster, d_mass, mask=mask_cluster)
-    store_rows(grad_key_mean_ptr, of_block, offs_cluster, mask_cluster, d_means, D, DP)
-    store_rows(grad_value_mean_ptr, of_block, offs_cluster, mask_cluster, d_values, DV, DVP)
+    store_rows(grad_key_mean_ptr, of_block, offs_cluster, mask_cluster, d_means, D)
+    store_rows(grad_value_mean_ptr, of_block, offs_cluster, mask_cluster, d_values, DV)

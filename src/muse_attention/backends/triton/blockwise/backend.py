@@ -9,27 +9,26 @@ from torch import Tensor
 
 from muse_attention.backends.triton.blockwise import summaries
 from muse_attention.backends.triton.blockwise.backward_to_keys import add_to_keys
-from muse_attention.backends.triton.blockwise.backward_to_queries import add_to_queries, find_delta
+from muse_attention.backends.triton.blockwise.backward_to_queries import add_to_queries, gradient_of_softmax
 from muse_attention.backends.triton.blockwise.backward_to_summaries import find_gradients_of_summaries
-from muse_attention.backends.triton.blockwise.clustering import cluster, find_start_positions
+from muse_attention.backends.triton.blockwise.clustering import cluster, find_key_spread, find_start_positions
 from muse_attention.backends.triton.blockwise.forward import attend as attend_far
 from muse_attention.backends.triton.blockwise.geometry import Geometry
-from muse_attention.backends.triton.blockwise.key_spread import find_key_spread
-from muse_attention.backends.triton.blockwise.order import Order
+from muse_attention.backends.triton.blockwise.heads import Heads
 from muse_attention.backends.triton.blockwise.rows import take_residuals
 from muse_attention.backends.triton.blockwise.slopes import Slopes, find_slopes
-from muse_attention.backends.triton.blockwise.sorting import sort_keys, sort_queries
+from muse_attention.backends.triton.blockwise.sorting import Order, sort_keys, sort_queries
 from muse_attention.backends.triton.filling import fill
 from muse_attention.backends.triton.key_offset import find_key_offset
 from muse_attention.backends.triton.runtime import schedule
 from muse_attention.backends.triton.runtime.schedule import aligned
 from muse_attention.config import MuSeConfig
-from muse_attention.core.call import Attended, Call
+from muse_attention.core.call import Call
 from muse_attention.core.cluster_shapes import ClusterShapes
 from muse_attention.core.precision import compute_dtype
 from muse_attention.core.query_tiles import NO_ROW
 from muse_attention.core.selection_shapes import SelectionShapes
-from muse_attention.core.structures import Clusters, Partial, Selection
+from muse_attention.core.structures import Clusters, Partial
 
 
 def find_clusters(query: Tensor, key: Tensor, config: MuSeConfig, *, is_causal: bool, scale: float) -> Clusters:
@@ -59,29 +58,17 @@ def _find_clusters(*tensors_and_settings: Any) -> tuple[Tensor, ...]:
     query, key, query_starts, key_starts, config, is_causal, scale = tensors_and_settings
     geometry = Geometry.of(query, key, config, is_causal=is_causal)
     queries, keys = query.flatten(0, 1), key.flatten(0, 1)
-    found = cluster(queries, keys, query_starts, key_starts, geometry, scale=scale)
-    spread = find_key_spread(keys, found.key_centroids, found.key_assignment, geometry)
+    *of_queries, centroids, assignment = cluster(queries, keys, query_starts, key_starts, geometry, scale=scale)
+    of_keys = (centroids, assignment, find_key_spread(keys, centroids, assignment, geometry))
     return (
-        found.query_centroids.unflatten(0, query.shape[:2]),
-        found.query_assignment.unflatten(0, query.shape[:2]),
-        found.key_centroids.unflatten(0, key.shape[:2]),
-        found.key_assignment.unflatten(0, key.shape[:2]),
-        spread.unflatten(0, key.shape[:2]),
+        *(table.unflatten(0, query.shape[:2]) for table in of_queries),
+        *(table.unflatten(0, key.shape[:2]) for table in of_keys),
     )
 
 
-def attend(call: Call, own: Partial, chosen: Selection | None) -> Attended:
-    """Add the far field to the own block's attention."""
-    merged = Partial(aligned(own.out), aligned(own.lse))
-    first_rows = None if chosen is None else aligned(chosen.retrieved)
-    tensors = (*_inputs(call), merged.out, merged.lse, first_rows)
-    memory, *selected = schedule.run(_attend, tensors, (call.config, call.is_causal, call.scale, call.first_block))
-    if chosen is None:
-        chosen = Selection(call.query.new_empty(*call.query.shape[:2], 0, dtype=torch.uint8), *selected)
-    return Attended(merged, chosen, memory)
-
-
-def _attend(*tensors_and_settings: Any) -> tuple[Tensor, ...]:
+def attend(*tensors_and_settings: Any) -> tuple[Tensor, ...]:
+    """Add the far field to the own block's `out` and `lse`; the memory that `_read` reads, and the first rows of a
+    selection if none was chosen."""
     query, key, value, centroids, assigned, key_assigned, spread, out, lse, chosen, *settings = tensors_and_settings
     config, is_causal, scale, first_block = settings
     geometry = Geometry.of(query, key, config, is_causal=is_causal)
@@ -96,41 +83,19 @@ def _attend(*tensors_and_settings: Any) -> tuple[Tensor, ...]:
     if first_rows is None:
         shape = SelectionShapes.of(config, geometry.length, is_causal=is_causal).retrieved
         first_rows = fill(query.new_empty(*query.shape[:2], *shape, dtype=torch.uint8), NO_ROW)
-    offset = find_key_offset(keys, geometry.config.block_size)
-    columns = summaries.summarise(keys, values, centroids, offset, order, geometry)
+    offset = find_key_offset(keys, config.block_size)
+    heads = Heads(queries, keys, values, centroids, offset, order, geometry, scale)
+    columns = summaries.summarise(heads, centroids)
     if config.uses_first_order:
-        find_slopes(keys, values, key_assigned.flatten(0, 1), centroids, offset, order, geometry, slopes)
-    residuals = take_residuals(queries, centroids, offset, spread, order, geometry, scale=scale)
-    attend_far(
-        Partial(out.flatten(0, 1), lse.flatten(0, 1)), queries, keys, values, residuals, columns, slopes, order,
-        first_rows.flatten(0, 1), geometry, is_chosen=chosen is not None, scale=scale,
-    )  # fmt: skip
+        find_slopes(heads, key_assigned.flatten(0, 1), slopes)
+    residuals = take_residuals(heads, spread)
+    merged = Partial(out.flatten(0, 1), lse.flatten(0, 1))
+    attend_far(merged, heads, residuals, columns, slopes, first_rows.flatten(0, 1), is_chosen=chosen is not None)
     return (memory,) if chosen is not None else (memory, first_rows)
 
 
-def attend_backward(
-    call: Call, attended: Attended, own: tuple[Tensor, Tensor, Tensor], grad_out: Tensor, grad_lse: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Add the gradients of the far field to those of the own block."""
-    merged, selected, memory = attended
-    grad_query, grad_key, grad_value = (aligned(gradient) for gradient in own)
-    tensors = (
-        *_inputs(call),
-        grad_query,
-        grad_key,
-        grad_value,
-        aligned(grad_out),
-        None if grad_lse is None else aligned(grad_lse),
-        aligned(merged.out),
-        aligned(merged.lse),
-        aligned(selected.retrieved),
-        aligned(memory),
-    )
-    schedule.run(_attend_backward, tensors, (call.config, call.is_causal, call.scale))
-    return grad_query, grad_key, grad_value
-
-
-def _attend_backward(*tensors_and_settings: Any) -> tuple[Tensor, ...]:
+def attend_backward(*tensors_and_settings: Any) -> tuple[Tensor, ...]:
+    """Add the gradients of the far field to those of the own block; nothing new."""
     *tensors, memory, config, is_causal, scale = tensors_and_settings
     geometry = Geometry.of(tensors[0], tensors[1], config, is_causal=is_causal)
     order, slopes = _read(memory, geometry, *tensors[1:3])
@@ -140,21 +105,14 @@ def _attend_backward(*tensors_and_settings: Any) -> tuple[Tensor, ...]:
         lse, first_rows,
     ) = flat  # fmt: skip
     offset = find_key_offset(keys, config.block_size)
-    columns = summaries.summarise(keys, values, centroids, offset, order, geometry)
-    delta = find_delta(Partial(out, lse), grad_out, grad_lse)
-    of_softmax = (grad_out, lse, delta)
-    residuals = take_residuals(queries, centroids, offset, spread, order, geometry, scale=scale)
-    delta_of_summaries = add_to_queries(
-        grad_queries, *of_softmax, queries, keys, values, residuals, offset, columns, slopes, order, first_rows,
-        geometry, scale=scale,
-    )  # fmt: skip
-    gradients = find_gradients_of_summaries(
-        grad_out, lse, delta_of_summaries, residuals, columns, order, first_rows, geometry
-    )
-    add_to_keys(
-        grad_keys, grad_values, gradients, *of_softmax, queries, keys, values, centroids, offset, columns, order,
-        first_rows, geometry, scale=scale,
-    )  # fmt: skip
+    heads = Heads(queries, keys, values, centroids, offset, order, geometry, scale)
+    columns = summaries.summarise(heads, centroids)
+    of_softmax = gradient_of_softmax(Partial(out, lse), grad_out, grad_lse)
+    residuals = take_residuals(heads, spread)
+    delta = add_to_queries(grad_queries, of_softmax, heads, residuals, columns, slopes, first_rows)
+    of_summaries = {**of_softmax, "delta_ptr": delta}
+    gradients = find_gradients_of_summaries(of_summaries, heads, residuals, columns, first_rows)
+    add_to_keys(grad_keys, grad_values, gradients, of_softmax, heads, columns, first_rows)
     return ()
 
 
@@ -171,18 +129,3 @@ def _memory_size(geometry: Geometry, key: Tensor, value: Tensor) -> int:
 def _read(memory: Tensor, geometry: Geometry, key: Tensor, value: Tensor) -> tuple[Order, Slopes]:
     of_slopes = memory[Order.size(geometry) :]
     return Order.of(memory, geometry), Slopes.of(of_slopes, geometry, key.shape[-1], value.shape[-1], key.dtype)
-
-
-def _inputs(call: Call) -> tuple[Tensor, ...]:
-    clusters = call.clusters
-    wide = compute_dtype(call.query.dtype)
-    assert clusters.key_spread is not None
-    return (
-        aligned(call.query),
-        aligned(call.key),
-        aligned(call.value),
-        aligned(clusters.query_centroids, wide),
-        aligned(clusters.query_assignment, torch.int32),
-        aligned(clusters.key_assignment, torch.int32),
-        aligned(clusters.key_spread, wide),
-    )

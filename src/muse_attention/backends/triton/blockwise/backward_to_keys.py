@@ -8,18 +8,15 @@ from torch import Tensor
 
 from muse_attention.backends.triton.blockwise.geometry import (
     KEYS_OF_TILE,
-    Geometry,
     first_summary,
     log2_floor,
-    widths,
 )
-from muse_attention.backends.triton.blockwise.order import Order
+from muse_attention.backends.triton.blockwise.heads import Heads
 from muse_attention.backends.triton.blockwise.pieces import list_tiles
 from muse_attention.backends.triton.blockwise.summaries import ColumnGradients, Columns
-from muse_attention.backends.triton.device_math import exp_of_less
+from muse_attention.backends.triton.device_functions import add_dot, dot, exp_of_less, load_rows, store_rows
 from muse_attention.backends.triton.filling import fill
-from muse_attention.backends.triton.numbers import arithmetic, fitting
-from muse_attention.backends.triton.row_tiles import load_rows, store_rows
+from muse_attention.backends.triton.numbers import padded
 from muse_attention.backends.triton.runtime.launching import kernel
 
 FROM_SUMMARIES = {
@@ -43,78 +40,73 @@ _OF_SUMMARIES = (
     "shared_by",
 )  # fmt: skip
 _OF_QUERIES = (
-    "length", "block_size", "blocks", "seen_blocks", "key_clusters", "query_tiles", "key_tiles", "key_room",
+    "length",
+    "block_size",
+    "blocks",
+    "seen_blocks",
+    "key_clusters",
+    "query_tiles",
+    "key_tiles",
+    "key_room",
     "shared_by",
-)  # fmt: skip
+)
 
 
 def add_to_keys(
     grad_keys: Tensor,
     grad_values: Tensor,
     gradients: ColumnGradients,
-    grad_out: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    centroids: Tensor,
-    key_offset: Tensor,
+    of_softmax: dict[str, Tensor],
+    heads: Heads,
     columns: Columns,
-    order: Order,
     first_rows: Tensor,
-    geometry: Geometry,
-    *,
-    scale: float,
 ) -> None:
-    """Add to the (G, N, D) and (G, N, Dv) gradients of keys and values."""
-    head_dim, value_dim = queries.shape[-1], values.shape[-1]
+    """Add to the (G, N, D) and (G, N, Dv) gradients of keys and values. `of_softmax` is what `gradient_of_softmax`
+    returns."""
+    order, geometry = heads.order, heads.geometry
     grid = (geometry.seen_blocks * geometry.key_tiles, geometry.key_heads)
     shared = {
         "grad_keys_ptr": grad_keys,
         "grad_values_ptr": grad_values,
-        "keys_ptr": keys,
-        "values_ptr": values,
+        "keys_ptr": heads.keys,
+        "values_ptr": heads.values,
         "key_order_ptr": order.keys,
         "key_tile_begin_ptr": order.key_tile_begin,
         "key_tile_info_ptr": order.key_tile_info,
         "KEYS": KEYS_OF_TILE,
-        **widths(head_dim, value_dim),
-        **arithmetic(queries.dtype),
+        **heads.compiled,
     }
     _summaries_backward_to_keys[grid](
-        **shared, **gradients.arguments, centroids_ptr=centroids, key_offset_ptr=key_offset,
+        **shared, **gradients.arguments, centroids_ptr=heads.centroids, key_offset_ptr=heads.key_offset,
         log_mass_ptr=columns.log_mass, **geometry.sizes(*_OF_SUMMARIES), IS_CAUSAL=geometry.is_causal,
-        IS_FROZEN=not geometry.config.differentiable_aggregation,
-        **fitting(FROM_SUMMARIES, head_dim, value_dim, queries.dtype, BY_REGISTERS),
+        IS_FROZEN=not geometry.config.differentiable_aggregation, **heads.fit(FROM_SUMMARIES, BY_REGISTERS),
     )  # fmt: skip
     turns = fill(order.queries.new_empty(geometry.key_heads, grid[0]), 0)
     _queries_backward_to_keys[(*grid, _PARTS)](
-        **shared, grad_out_ptr=grad_out, lse_ptr=lse, delta_ptr=delta, queries_ptr=queries,
-        query_order_ptr=order.queries, **list_tiles(first_rows, order, geometry).arguments, turns_ptr=turns,
-        **geometry.sizes(*_OF_QUERIES), SCALE=scale, FEW_TILES=_FEW_ROWS // geometry.config.tile, ROWS=geometry.rows,
-        **fitting(FROM_QUERIES, head_dim, value_dim, queries.dtype, BY_REGISTERS),
+        **shared, **of_softmax, queries_ptr=heads.queries, query_order_ptr=order.queries,
+        **list_tiles(first_rows, order, geometry), turns_ptr=turns, **geometry.sizes(*_OF_QUERIES), SCALE=heads.scale,
+        FEW_TILES=_FEW_ROWS // geometry.config.tile, ROWS=geometry.rows, **heads.fit(FROM_QUERIES, BY_REGISTERS),
     )  # fmt: skip
 
 
 @triton.jit
 def _load_keys_of_tile(
     keys_ptr, values_ptr, key_order_ptr, key_tile_begin_ptr, tile, key_head, number, length, seen_blocks, key_room,
-    KEYS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
+    KEYS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
 ):  # fmt: skip
     """Positions of the keys of a tile and which of them exist, [KEYS], keys [KEYS, D] and values [KEYS, DV]."""
     offs_key = tl.arange(0, KEYS)
     mask_key = offs_key < number  # [KEYS]
     ptrs = key_order_ptr + key_head * seen_blocks * key_room + tl.load(key_tile_begin_ptr + tile) + offs_key  # [KEYS]
     at = tl.load(ptrs, mask=mask_key, other=0)  # [KEYS]
-    keys = load_rows(keys_ptr, key_head * length, at, mask_key, D, DP)  # [KEYS, D]
-    return at, mask_key, keys, load_rows(values_ptr, key_head * length, at, mask_key, DV, DVP)
+    keys = load_rows(keys_ptr, key_head * length, at, mask_key, D)  # [KEYS, D]
+    return at, mask_key, keys, load_rows(values_ptr, key_head * length, at, mask_key, DV)
 
 
 @triton.jit
-def _add_to_rows(gradient_ptr, first, at, mask_key, gradient, X: tl.constexpr, XP: tl.constexpr, ACC: tl.constexpr):
-    gradient += load_rows(gradient_ptr, first, at, mask_key, X, XP).to(ACC)
-    store_rows(gradient_ptr, first, at, mask_key, gradient, X, XP)
+def _add_to_rows(gradient_ptr, first, at, mask_key, gradient, X: tl.constexpr, ACC: tl.constexpr):
+    gradient += load_rows(gradient_ptr, first, at, mask_key, X).to(ACC)
+    store_rows(gradient_ptr, first, at, mask_key, gradient, X)
 
 
 @kernel(stage="summaries", do_not_specialize=_OF_SUMMARIES)
@@ -123,7 +115,7 @@ def _summaries_backward_to_keys(
     centroids_ptr, key_offset_ptr, log_mass_ptr, key_order_ptr, key_tile_begin_ptr, key_tile_info_ptr, length,
     seen_blocks, query_clusters, key_clusters, generations, summarised, key_tiles, key_room, shared_by,
     IS_CAUSAL: tl.constexpr, IS_FROZEN: tl.constexpr, KEYS: tl.constexpr, CENTROIDS: tl.constexpr, D: tl.constexpr,
-    DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    DV: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """Up to `KEYS` keys of one bucket, from its summaries.
 
@@ -139,13 +131,13 @@ def _summaries_backward_to_keys(
     block, key_cluster = tl.program_id(0) // key_tiles, info >> 8
     at, mask_key, keys, values = _load_keys_of_tile(
         keys_ptr, values_ptr, key_order_ptr, key_tile_begin_ptr, tile, key_head, info & 255, length, seen_blocks,
-        key_room, KEYS, D, DP, DV, DVP,
+        key_room, KEYS, D, DV,
     )  # fmt: skip
-    offs_d, offs_centroid = tl.arange(0, DP), tl.arange(0, CENTROIDS)  # [D], [CENTROIDS]
+    offs_d, offs_centroid = tl.arange(0, padded(D)), tl.arange(0, CENTROIDS)  # [D], [CENTROIDS]
     offset = tl.load(key_offset_ptr + key_head * D + offs_d, mask=offs_d < D, other=0.0).to(ACC)  # [D]
     centred = (keys.to(ACC) - offset[None, :]).to(keys.dtype)  # [KEYS, D]
-    d_keys = tl.zeros([KEYS, DP], ACC)  # [KEYS, D]
-    d_values = tl.zeros([KEYS, DVP], ACC)  # [KEYS, DV]
+    d_keys = tl.zeros([KEYS, padded(D)], ACC)  # [KEYS, D]
+    d_values = tl.zeros([KEYS, padded(DV)], ACC)  # [KEYS, DV]
     all_rows = generations * query_clusters
     first = (log2_floor(block + 1) if IS_CAUSAL else 0) * query_clusters
     for head in range(key_head * shared_by, (key_head + 1) * shared_by):
@@ -153,31 +145,27 @@ def _summaries_backward_to_keys(
         for begin in range(first, all_rows, CENTROIDS):
             row = begin + offs_centroid  # [CENTROIDS]
             mask_row = row < all_rows  # [CENTROIDS]
-            centroid = load_rows(centroids_ptr, head * all_rows, row, mask_row, D, DP).to(keys.dtype)  # [CENTROIDS, D]
+            centroid = load_rows(centroids_ptr, head * all_rows, row, mask_row, D).to(keys.dtype)  # [CENTROIDS, D]
             generation = row // query_clusters  # [CENTROIDS]
             slot = block + (first_summary(generation) if IS_CAUSAL else generation * 0)  # [CENTROIDS]
             offs = (row % query_clusters * summarised + slot) * key_clusters + key_cluster  # [CENTROIDS]
             mass = tl.load(log_mass_ptr + of_head + offs, mask=mask_row, other=float("inf"))  # [CENTROIDS]
             d_mass = tl.load(grad_log_mass_ptr + of_head + offs, mask=mask_row, other=0.0)  # [CENTROIDS]
-            d_key_mean = load_rows(grad_key_mean_ptr, of_head, offs, mask_row, D, DP)  # [CENTROIDS, D]
-            d_value_mean = load_rows(grad_value_mean_ptr, of_head, offs, mask_row, DV, DVP)  # [CENTROIDS, DV]
-            logits = tl.dot(keys, tl.trans(centroid), input_precision=PRECISION, out_dtype=ACC)  # [KEYS, CENTROIDS]
+            d_key_mean = load_rows(grad_key_mean_ptr, of_head, offs, mask_row, D)  # [CENTROIDS, D]
+            d_value_mean = load_rows(grad_value_mean_ptr, of_head, offs, mask_row, DV)  # [CENTROIDS, DV]
+            logits = dot(keys, tl.trans(centroid), ACC)  # [KEYS, CENTROIDS]
             weights = exp_of_less(logits, mass[None, :])  # [KEYS, CENTROIDS]
             d_logits = tl.zeros([KEYS, CENTROIDS], ACC) + d_mass[None, :]  # [KEYS, CENTROIDS]
             if not IS_FROZEN:
-                d_logits += tl.dot(
-                    centred.to(d_key_mean.dtype), tl.trans(d_key_mean), input_precision=PRECISION, out_dtype=ACC
-                )
-                d_logits += tl.dot(
-                    values.to(d_key_mean.dtype), tl.trans(d_value_mean), input_precision=PRECISION, out_dtype=ACC
-                )
+                d_logits += dot(centred.to(d_key_mean.dtype), tl.trans(d_key_mean), ACC)
+                d_logits += dot(values.to(d_key_mean.dtype), tl.trans(d_value_mean), ACC)
             d_logits = (weights * d_logits).to(d_key_mean.dtype)  # [KEYS, CENTROIDS]
             weights = weights.to(d_key_mean.dtype)
-            d_keys = tl.dot(weights, d_key_mean, d_keys, input_precision=PRECISION, out_dtype=ACC)
-            d_keys = tl.dot(d_logits, centroid.to(d_key_mean.dtype), d_keys, input_precision=PRECISION, out_dtype=ACC)
-            d_values = tl.dot(weights, d_value_mean, d_values, input_precision=PRECISION, out_dtype=ACC)
-    _add_to_rows(grad_keys_ptr, key_head * length, at, mask_key, d_keys, D, DP, ACC)
-    _add_to_rows(grad_values_ptr, key_head * length, at, mask_key, d_values, DV, DVP, ACC)
+            d_keys = add_dot(weights, d_key_mean, d_keys)
+            d_keys = add_dot(d_logits, centroid.to(d_key_mean.dtype), d_keys)
+            d_values = add_dot(weights, d_value_mean, d_values)
+    _add_to_rows(grad_keys_ptr, key_head * length, at, mask_key, d_keys, D, ACC)
+    _add_to_rows(grad_values_ptr, key_head * length, at, mask_key, d_values, DV, ACC)
 
 
 @triton.jit
@@ -191,16 +179,16 @@ def _queries_backward_to_keys(
     grad_keys_ptr, grad_values_ptr, grad_out_ptr, lse_ptr, delta_ptr, queries_ptr, keys_ptr, values_ptr,
     query_order_ptr, key_order_ptr, key_tile_begin_ptr, key_tile_info_ptr, lists_ptr, listed_ptr, turns_ptr, length,
     block_size, blocks, seen_blocks, key_clusters, query_tiles, key_tiles, key_room, shared_by, SCALE: tl.constexpr,
-    FEW_TILES: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    DV: tl.constexpr, DVP: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    FEW_TILES: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    ACC: tl.constexpr,
 ):  # fmt: skip
     """Up to `KEYS` keys of one bucket, from a part of the tiles of queries that retrieve it.
 
     Parts add what they found in turn, so that sums have one order. (A part begins no later than those after it.)
 
     Grid: (seen blocks tiles, G, parts). `queries_ptr`: (H, N, D); `grad_out_ptr`: (H, N, DV); `lse_ptr`, `delta_ptr`:
-    (H, N); `query_order_ptr`: (H, nb B) int32; lists as in `TileLists`; `turns_ptr`: (G, seen blocks tiles) int32, all
-    0; the others as in `_summaries_backward_to_keys`.
+    (H, N); `query_order_ptr`: (H, nb B) int32; lists as `list_tiles` returns them; `turns_ptr`: (G, seen blocks tiles)
+    int32, all 0; the others as in `_summaries_backward_to_keys`.
     """
     key_head = tl.program_id(1).to(tl.int64)
     tile = key_head * tl.num_programs(0) + tl.program_id(0)
@@ -218,10 +206,10 @@ def _queries_backward_to_keys(
         return
     at, mask_key, keys, values = _load_keys_of_tile(
         keys_ptr, values_ptr, key_order_ptr, key_tile_begin_ptr, tile, key_head, info & 255, length, seen_blocks,
-        key_room, KEYS, D, DP, DV, DVP,
+        key_room, KEYS, D, DV,
     )  # fmt: skip
-    d_keys = tl.zeros([KEYS, DP], ACC)  # [KEYS, D]
-    d_values = tl.zeros([KEYS, DVP], ACC)  # [KEYS, DV]
+    d_keys = tl.zeros([KEYS, padded(D)], ACC)  # [KEYS, D]
+    d_values = tl.zeros([KEYS, padded(DV)], ACC)  # [KEYS, DV]
     offs_row = tl.arange(0, ROWS)
     for head in range(key_head * shared_by, (key_head + 1) * shared_by):
         bucket = (head * seen_blocks + block) * key_clusters + key_cluster
@@ -234,21 +222,21 @@ def _queries_backward_to_keys(
         position = tl.load(order_ptr + (entry >> 16) + offs_row, mask=_rows_of(entry, offs_row), other=0)  # [ROWS]
         for listed in range(first, number):
             mask_row = _rows_of(entry, offs_row)  # [ROWS]
-            query = load_rows(queries_ptr, head * length, position, mask_row, D, DP)  # [ROWS, D]
-            grad_out = load_rows(grad_out_ptr, head * length, position, mask_row, DV, DVP)  # [ROWS, DV]
+            query = load_rows(queries_ptr, head * length, position, mask_row, D)  # [ROWS, D]
+            grad_out = load_rows(grad_out_ptr, head * length, position, mask_row, DV)  # [ROWS, DV]
             lse = tl.load(lse_ptr + head * length + position, mask=mask_row, other=float("inf"))  # [ROWS]
             delta = tl.load(delta_ptr + head * length + position, mask=mask_row, other=0.0)  # [ROWS]
             entry = tl.load(list_ptr + listed + 1, mask=listed + 1 < number, other=0)
             position = tl.load(order_ptr + (entry >> 16) + offs_row, mask=_rows_of(entry, offs_row), other=0)  # [ROWS]
-            logits = tl.dot(keys, tl.trans(query), input_precision=PRECISION, out_dtype=ACC)  # [KEYS, ROWS]
+            logits = dot(keys, tl.trans(query), ACC)  # [KEYS, ROWS]
             weights = exp_of_less(logits * SCALE, lse[None, :])  # [KEYS, ROWS]
-            response = tl.dot(values, tl.trans(grad_out), input_precision=PRECISION, out_dtype=ACC)  # [KEYS, ROWS]
+            response = dot(values, tl.trans(grad_out), ACC)  # [KEYS, ROWS]
             d_logits = weights * (response - delta[None, :])  # [KEYS, ROWS]
-            d_values = tl.dot(weights.to(grad_out.dtype), grad_out, d_values, input_precision=PRECISION, out_dtype=ACC)
-            d_keys = tl.dot(d_logits.to(query.dtype), query, d_keys, input_precision=PRECISION, out_dtype=ACC)
+            d_values = add_dot(weights.to(grad_out.dtype), grad_out, d_values)
+            d_keys = add_dot(d_logits.to(query.dtype), query, d_keys)
     while tl.atomic_add(turns_ptr + tile, 0) < part:
         pass
-    _add_to_rows(grad_keys_ptr, key_head * length, at, mask_key, d_keys * SCALE, D, DP, ACC)
-    _add_to_rows(grad_values_ptr, key_head * length, at, mask_key, d_values, DV, DVP, ACC)
+    _add_to_rows(grad_keys_ptr, key_head * length, at, mask_key, d_keys * SCALE, D, ACC)
+    _add_to_rows(grad_values_ptr, key_head * length, at, mask_key, d_values, DV, ACC)
     tl.debug_barrier()  # (All of it is written before the next one's turn.)
     tl.atomic_add(turns_ptr + tile, 1)

@@ -6,8 +6,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from muse_attention.backends.triton.blockwise.geometry import Geometry, widths
-from muse_attention.backends.triton.blockwise.order import Order
+from muse_attention.backends.triton.blockwise.heads import Heads
 from muse_attention.backends.triton.blockwise.pieces import (
     PIECE_SIZE,
     SIZES_OF_KEYS,
@@ -26,9 +25,8 @@ from muse_attention.backends.triton.blockwise.rows import (
 )
 from muse_attention.backends.triton.blockwise.slopes import Slopes, load_slope
 from muse_attention.backends.triton.blockwise.summaries import Columns
-from muse_attention.backends.triton.device_math import exp_of_less
-from muse_attention.backends.triton.numbers import arithmetic, cdiv, fitting, padded
-from muse_attention.backends.triton.row_tiles import load_rows, store_rows
+from muse_attention.backends.triton.device_functions import add_dot, dot, exp_of_less, load_rows, store_rows
+from muse_attention.backends.triton.numbers import accumulator, cdiv, padded
 from muse_attention.backends.triton.runtime.launching import kernel
 from muse_attention.core.structures import Partial
 
@@ -48,70 +46,56 @@ FROM_KEYS_BY_REGISTERS = {128: {"KEYS": 32}}
 _TILE = 64
 
 
-def find_delta(merged: Partial, grad_out: Tensor, grad_lse: Tensor | None) -> Tensor:
-    """(H, N): `delta = sum(dO * O) - dL` of each query: with `L`, all that a term's backward needs to know of the
-    others."""
+def gradient_of_softmax(merged: Partial, grad_out: Tensor, grad_lse: Tensor | None) -> dict[str, Tensor]:
+    """As kernels take it: the gradient of the output, the merged lse, and `delta = sum(dO * O) - dL` of each query, (H,
+    N): with `L`, all that a term's backward needs to know of the others."""
     heads, length, value_dim = grad_out.shape
     delta = torch.empty_like(merged.lse)
     _find_delta_of_rows[(cdiv(length, _TILE), heads)](
         out_ptr=merged.out, grad_out_ptr=grad_out, grad_lse_ptr=merged.lse if grad_lse is None else grad_lse,
-        delta_ptr=delta, length=length, HAS_GRAD_LSE=grad_lse is not None, DV=value_dim, DVP=padded(value_dim),
-        TILE=_TILE, ACC=arithmetic(grad_out.dtype)["ACC"],
+        delta_ptr=delta, length=length, HAS_GRAD_LSE=grad_lse is not None, DV=value_dim, TILE=_TILE,
+        ACC=accumulator(grad_out.dtype),
     )  # fmt: skip
-    return delta
+    return {"grad_out_ptr": grad_out, "lse_ptr": merged.lse, "delta_ptr": delta}
 
 
 def add_to_queries(
     grad_queries: Tensor,
-    grad_out: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
+    of_softmax: dict[str, Tensor],
+    heads: Heads,
     residuals: Residuals,
-    key_offset: Tensor,
     columns: Columns,
     slopes: Slopes,
-    order: Order,
     first_rows: Tensor,
-    geometry: Geometry,
-    *,
-    scale: float,
 ) -> Tensor:
-    """Add to the (H, N, D) gradients of queries. `lse` is that of the merged softmax, `key_offset` is (G, D).
+    """Add to the (H, N, D) gradients of queries. `of_softmax` is what `gradient_of_softmax` returns.
 
     Also the `delta` of summaries, (H, nb B), in the order of places: all of them gain the same by a slope.
     """
+    order, geometry = heads.order, heads.geometry
     config = geometry.config
-    head_dim, value_dim = queries.shape[-1], values.shape[-1]
     tiles = geometry.blocks * geometry.query_tiles
-    launch = fitting(FROM_COLUMNS, head_dim, value_dim, queries.dtype, FROM_COLUMNS_BY_REGISTERS)
-    launch = {**launch, "COLUMNS": min(launch["COLUMNS"], padded(geometry.columns))}
     shared = {
         "grad_queries_ptr": grad_queries,
-        "grad_out_ptr": grad_out,
-        "lse_ptr": lse,
-        "delta_ptr": delta,
-        "key_offset_ptr": key_offset,
+        **of_softmax,
+        "key_offset_ptr": heads.key_offset,
         **order.of_queries,
-        "SCALE": scale,
+        "SCALE": heads.scale,
         "ROWS": geometry.rows,
-        **widths(head_dim, value_dim),
-        **arithmetic(queries.dtype),
+        **heads.compiled,
     }
     delta_of_summaries = torch.empty_like(residuals.width)
     _columns_backward_to_queries[(tiles, geometry.heads)](
         **shared, **residuals.arguments, **columns.of_logits, **slopes.arguments, first_rows_ptr=first_rows,
         delta_of_summaries_ptr=delta_of_summaries, **geometry.sizes(*SIZES_OF_COLUMNS), IS_CAUSAL=geometry.is_causal,
-        FIRST_ORDER=config.uses_first_order, SECOND_ORDER=config.uses_second_order, **launch,
+        FIRST_ORDER=config.uses_first_order, SECOND_ORDER=config.uses_second_order,
+        **heads.fit(FROM_COLUMNS, FROM_COLUMNS_BY_REGISTERS),
     )  # fmt: skip
     for begin, end in ranges_of_columns(geometry):
         listed = list_pieces(first_rows, begin, end, order, geometry)
         _keys_backward_to_queries[(tiles, geometry.heads)](
-            **shared, queries_ptr=queries, keys_ptr=keys, values_ptr=values, key_order_ptr=order.keys,
-            **listed.arguments, **geometry.sizes(*SIZES_OF_KEYS),
-            **fitting(FROM_KEYS, head_dim, value_dim, queries.dtype, FROM_KEYS_BY_REGISTERS),
+            **shared, queries_ptr=heads.queries, keys_ptr=heads.keys, values_ptr=heads.values, key_order_ptr=order.keys,
+            **listed, **geometry.sizes(*SIZES_OF_KEYS), **heads.fit(FROM_KEYS, FROM_KEYS_BY_REGISTERS),
         )  # fmt: skip
     return delta_of_summaries
 
@@ -119,14 +103,14 @@ def add_to_queries(
 @kernel(stage="merging", do_not_specialize=["length"])
 def _find_delta_of_rows(
     out_ptr, grad_out_ptr, grad_lse_ptr, delta_ptr, length, HAS_GRAD_LSE: tl.constexpr, DV: tl.constexpr,
-    DVP: tl.constexpr, TILE: tl.constexpr, ACC: tl.constexpr,
+    TILE: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """Grid: (N / TILE, H). `out_ptr`, `grad_out_ptr`: (H, N, DV); `grad_lse_ptr`, `delta_ptr`: (H, N)."""
     head = tl.program_id(1).to(tl.int64)
     offs_row = tl.program_id(0) * TILE + tl.arange(0, TILE)  # [TILE]
     mask_row = offs_row < length  # [TILE]
-    out = load_rows(out_ptr, head * length, offs_row, mask_row, DV, DVP).to(ACC)  # [TILE, DV]
-    grad_out = load_rows(grad_out_ptr, head * length, offs_row, mask_row, DV, DVP).to(ACC)  # [TILE, DV]
+    out = load_rows(out_ptr, head * length, offs_row, mask_row, DV).to(ACC)  # [TILE, DV]
+    grad_out = load_rows(grad_out_ptr, head * length, offs_row, mask_row, DV).to(ACC)  # [TILE, DV]
     delta = tl.sum(out * grad_out, 1)  # [TILE]
     if HAS_GRAD_LSE:
         delta -= tl.load(grad_lse_ptr + head * length + offs_row, mask=mask_row, other=0.0)
@@ -140,8 +124,7 @@ def _columns_backward_to_queries(
     query_order_ptr, tile_begin_ptr, tile_info_ptr, first_rows_ptr, delta_of_summaries_ptr, length, block_size, blocks,
     seen_blocks, query_clusters, key_clusters, summarised, query_tiles, shared_by, LARGEST_REACH: tl.constexpr,
     SCALE: tl.constexpr, IS_CAUSAL: tl.constexpr, FIRST_ORDER: tl.constexpr, SECOND_ORDER: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
-    ACC: tl.constexpr, PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """Gradients of a tile's queries from the summaries.
 
@@ -161,50 +144,49 @@ def _columns_backward_to_queries(
     mask_row = offs_row < rows  # [ROWS]
     place = head * blocks * block_size + begin
     position = tl.load(query_order_ptr + place + offs_row, mask=mask_row, other=0)  # [ROWS]
-    residual = load_rows(residuals_ptr, place, offs_row, mask_row, D, DP)  # [ROWS, D]
+    residual = load_rows(residuals_ptr, place, offs_row, mask_row, D)  # [ROWS, D]
     shift = tl.load(shift_ptr + place + offs_row, mask=mask_row, other=0.0)  # [ROWS]
     width = tl.load(width_ptr + place + offs_row, mask=mask_row, other=0.0)  # [ROWS]
     of_cluster = first_column(head, own_block, cluster, query_clusters, key_clusters, summarised, IS_CAUSAL)
     of_buckets = head // shared_by * seen_blocks * key_clusters
     first_rows_ptr += tile * seen_blocks * key_clusters
-    grad_out = load_rows(grad_out_ptr, head * length, position, mask_row, DV, DVP)  # [ROWS, DV]
+    grad_out = load_rows(grad_out_ptr, head * length, position, mask_row, DV)  # [ROWS, DV]
     # (Rows that do not exist have no weight anywhere.)
     lse = tl.load(lse_ptr + head * length + position, mask=mask_row, other=float("inf")) - shift  # [ROWS]
     delta = tl.load(delta_ptr + head * length + position, mask=mask_row, other=0.0)  # [ROWS]
     if FIRST_ORDER:
         slope, factor, gain = load_slope(
-            slope_ptr, slope_deviation_ptr, head * blocks + own_block, residual, width, LARGEST_REACH, D, DP, DV, DVP,
-            ACC, PRECISION,
-        )  # fmt: skip
+            slope_ptr, slope_deviation_ptr, head * blocks + own_block, residual, width, LARGEST_REACH, D, DV, ACC
+        )
         delta -= tl.sum(gain * grad_out.to(ACC), 1)
     tl.store(delta_of_summaries_ptr + place + offs_row, delta, mask=mask_row)
-    gradient = tl.zeros([ROWS, DP], ACC)  # [ROWS, D]
+    gradient = tl.zeros([ROWS, padded(D)], ACC)  # [ROWS, D]
     of_offset, of_summaries = tl.zeros([ROWS], ACC), tl.zeros([ROWS], ACC)
     for first in range(0, columns, COLUMNS):
         offs_column, mask_column = visible_columns(first, columns, own_block, key_clusters, COLUMNS, IS_CAUSAL)
         # [COLUMNS, D], [ROWS, COLUMNS]
         means, logits = score_columns(
             residual, width, log_mass_ptr, key_mean_ptr, deviation_ptr, most_ptr, of_cluster, of_buckets, offs_column,
-            mask_column, SECOND_ORDER, D, DP, ACC, PRECISION,
+            mask_column, SECOND_ORDER, D, ACC,
         )  # fmt: skip
         first_row = tl.load(first_rows_ptr + offs_column, mask=mask_column, other=255).to(tl.int32)  # [COLUMNS]
         logits = tl.where(offs_row[:, None] < first_row[None, :], logits, float("-inf"))
-        values = load_rows(value_mean_ptr, of_cluster, offs_column, mask_column, DV, DVP)  # [COLUMNS, DV]
-        response = tl.dot(grad_out, tl.trans(values), input_precision=PRECISION, out_dtype=ACC)  # [ROWS, COLUMNS]
+        values = load_rows(value_mean_ptr, of_cluster, offs_column, mask_column, DV)  # [COLUMNS, DV]
+        response = dot(grad_out, tl.trans(values), ACC)  # [ROWS, COLUMNS]
         weights = exp_of_less(logits, lse[:, None])  # [ROWS, COLUMNS]
         d_logits = weights * (response - delta[:, None])  # [ROWS, COLUMNS]
         of_offset += tl.sum(d_logits, 1)
         of_summaries += tl.sum(weights, 1)
-        gradient = tl.dot(d_logits.to(means.dtype), means, gradient, input_precision=PRECISION, out_dtype=ACC)
+        gradient = add_dot(d_logits.to(means.dtype), means, gradient)
     if FIRST_ORDER:
-        to_residual = tl.dot(grad_out, tl.trans(slope), input_precision=PRECISION, out_dtype=ACC)  # [ROWS, D]
+        to_residual = dot(grad_out, tl.trans(slope), ACC)  # [ROWS, D]
         gradient += (of_summaries * factor)[:, None] * to_residual
     # (Means of keys are less the offset.)
-    offs_d = tl.arange(0, DP)  # [D]
+    offs_d = tl.arange(0, padded(D))  # [D]
     offset = tl.load(key_offset_ptr + head // shared_by * D + offs_d, mask=offs_d < D, other=0.0).to(ACC)  # [D]
     gradient += of_offset[:, None] * offset[None, :]
-    gradient = gradient * SCALE + load_rows(grad_queries_ptr, head * length, position, mask_row, D, DP).to(ACC)
-    store_rows(grad_queries_ptr, head * length, position, mask_row, gradient, D, DP)
+    gradient = gradient * SCALE + load_rows(grad_queries_ptr, head * length, position, mask_row, D).to(ACC)
+    store_rows(grad_queries_ptr, head * length, position, mask_row, gradient, D)
 
 
 @kernel(stage="retrieval", do_not_specialize=[*SIZES_OF_KEYS, "room"])
@@ -212,13 +194,12 @@ def _keys_backward_to_queries(
     grad_queries_ptr, grad_out_ptr, lse_ptr, delta_ptr, key_offset_ptr, queries_ptr, keys_ptr, values_ptr,
     query_order_ptr, tile_begin_ptr, tile_info_ptr, key_order_ptr, lists_ptr, listed_ptr, length, block_size, blocks,
     seen_blocks, query_tiles, key_room, shared_by, room, SCALE: tl.constexpr, GROWS: tl.constexpr, ROWS: tl.constexpr,
-    KEYS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, ACC: tl.constexpr,
-    PRECISION: tl.constexpr,
+    KEYS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """Gradients of a tile's queries from the keys they retrieve. What rounding does to the keys' offset is taken back.
 
-    Grid: (nb tiles, H). `queries_ptr`: (H, N, D); `keys_ptr`: (G, N, D); `values_ptr`: (G, N, DV); lists as in
-    `PieceLists`; the others as in `_columns_backward_to_queries`.
+    Grid: (nb tiles, H). `queries_ptr`: (H, N, D); `keys_ptr`: (G, N, D); `values_ptr`: (G, N, DV); lists as
+    `list_pieces` returns them; the others as in `_columns_backward_to_queries`.
     """
     head = tl.program_id(1).to(tl.int64)
     number_of_tile = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -231,12 +212,12 @@ def _keys_backward_to_queries(
     mask_row = offs_row < rows  # [ROWS]
     place = head * blocks * block_size + begin
     position = tl.load(query_order_ptr + place + offs_row, mask=mask_row, other=0)  # [ROWS]
-    query = load_rows(queries_ptr, head * length, position, mask_row, D, DP)  # [ROWS, D]
-    grad_out = load_rows(grad_out_ptr, head * length, position, mask_row, DV, DVP)  # [ROWS, DV]
+    query = load_rows(queries_ptr, head * length, position, mask_row, D)  # [ROWS, D]
+    grad_out = load_rows(grad_out_ptr, head * length, position, mask_row, DV)  # [ROWS, DV]
     # (Rows that do not exist have no weight anywhere.)
     lse = tl.load(lse_ptr + head * length + position, mask=mask_row, other=float("inf"))  # [ROWS]
     delta = tl.load(delta_ptr + head * length + position, mask=mask_row, other=0.0)  # [ROWS]
-    gradient = tl.zeros([ROWS, DP], ACC)  # [ROWS, D]
+    gradient = tl.zeros([ROWS, padded(D)], ACC)  # [ROWS, D]
     of_offset = tl.zeros([ROWS], ACC)
     key_head = head // shared_by
     key_order_ptr += key_head * seen_blocks * key_room
@@ -244,19 +225,19 @@ def _keys_backward_to_queries(
     for first in range(0, pieces, KEYS // PIECE_SIZE):
         # [KEYS] each
         at, mask_key, first_row = load_listed(list_ptr, key_order_ptr, first, pieces, KEYS)
-        key = load_rows(keys_ptr, key_head * length, at, mask_key, D, DP)  # [KEYS, D]
-        value = load_rows(values_ptr, key_head * length, at, mask_key, DV, DVP)  # [KEYS, DV]
-        logits = tl.dot(query, tl.trans(key), input_precision=PRECISION, out_dtype=ACC) * SCALE  # [ROWS, KEYS]
+        key = load_rows(keys_ptr, key_head * length, at, mask_key, D)  # [KEYS, D]
+        value = load_rows(values_ptr, key_head * length, at, mask_key, DV)  # [KEYS, DV]
+        logits = dot(query, tl.trans(key), ACC) * SCALE  # [ROWS, KEYS]
         # (Keys that do not exist have no row that attends to them.)
         first_row = tl.where(mask_key, first_row, 255)  # [KEYS]
         logits = tl.where(offs_row[:, None] >= first_row[None, :], logits, float("-inf"))
-        response = tl.dot(grad_out, tl.trans(value), input_precision=PRECISION, out_dtype=ACC)  # [ROWS, KEYS]
+        response = dot(grad_out, tl.trans(value), ACC)  # [ROWS, KEYS]
         d_logits = exp_of_less(logits, lse[:, None]) * (response - delta[:, None])  # [ROWS, KEYS]
         rounded = d_logits.to(key.dtype)  # [ROWS, KEYS]
         of_offset += tl.sum(d_logits - rounded.to(ACC), 1)
-        gradient = tl.dot(rounded, key, gradient, input_precision=PRECISION, out_dtype=ACC)
-    offs_d = tl.arange(0, DP)  # [D]
+        gradient = add_dot(rounded, key, gradient)
+    offs_d = tl.arange(0, padded(D))  # [D]
     offset = tl.load(key_offset_ptr + key_head * D + offs_d, mask=offs_d < D, other=0.0).to(ACC)  # [D]
     gradient += of_offset[:, None] * offset[None, :]
-    gradient = gradient * SCALE + load_rows(grad_queries_ptr, head * length, position, mask_row, D, DP).to(ACC)
-    store_rows(grad_queries_ptr, head * length, position, mask_row, gradient, D, DP)
+    gradient = gradient * SCALE + load_rows(grad_queries_ptr, head * length, position, mask_row, D).to(ACC)
+    store_rows(grad_queries_ptr, head * length, position, mask_row, gradient, D)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import triton.language as tl
 from torch import Tensor
 
-from muse_attention.backends.triton.blockwise.geometry import Geometry, first_summary, widths
-from muse_attention.backends.triton.blockwise.order import Order
+from muse_attention.backends.triton.blockwise.geometry import first_summary
+from muse_attention.backends.triton.blockwise.heads import Heads
 from muse_attention.backends.triton.blockwise.rows import SIZES_OF_COLUMNS, Residuals
 from muse_attention.backends.triton.blockwise.summaries import ColumnGradients, Columns
-from muse_attention.backends.triton.device_math import exp_of_less
-from muse_attention.backends.triton.numbers import arithmetic, cdiv, fitting, padded
-from muse_attention.backends.triton.row_tiles import load_rows, store_rows
+from muse_attention.backends.triton.device_functions import add_dot, dot, exp_of_less, load_rows, store_rows
+from muse_attention.backends.triton.numbers import cdiv, padded
 from muse_attention.backends.triton.runtime.launching import kernel
 
 TO_SUMMARIES = {
@@ -24,29 +23,21 @@ BY_REGISTERS = {128: {"COLUMNS": 32}, 256: {"COLUMNS": 32, "num_warps": 8}}
 
 
 def find_gradients_of_summaries(
-    grad_out: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    residuals: Residuals,
-    columns: Columns,
-    order: Order,
-    first_rows: Tensor,
-    geometry: Geometry,
+    of_softmax: dict[str, Tensor], heads: Heads, residuals: Residuals, columns: Columns, first_rows: Tensor
 ) -> ColumnGradients:
-    """`lse` is (H, N), of the merged softmax; `delta` is (H, nb B), what `add_to_queries` returns."""
+    """`of_softmax` is what `gradient_of_softmax` returns, with the `delta` of summaries."""
+    order, geometry = heads.order, heads.geometry
     config = geometry.config
-    head_dim, value_dim = residuals.residuals.shape[-1], grad_out.shape[-1]
     gradients = ColumnGradients.new(columns)
-    launch = fitting(TO_SUMMARIES, head_dim, value_dim, grad_out.dtype, BY_REGISTERS)
-    launch = {**launch, "COLUMNS": min(launch["COLUMNS"], padded(geometry.columns))}
+    launch = heads.fit(TO_SUMMARIES, BY_REGISTERS)
     centroids = geometry.generations.number * config.query_clusters
     _far_backward_to_summaries[(cdiv(geometry.columns, launch["COLUMNS"]), centroids, geometry.heads)](
-        grad_out_ptr=grad_out, lse_ptr=lse, delta_ptr=delta, **residuals.arguments, **columns.of_logits,
-        query_order_ptr=order.queries, tile_begin_ptr=order.query_tile_begin, tile_info_ptr=order.query_tile_info,
+        **of_softmax, **residuals.arguments, **columns.of_logits, query_order_ptr=order.queries,
+        tile_begin_ptr=order.query_tile_begin, tile_info_ptr=order.query_tile_info,
         tiles_before_ptr=order.query_tiles_before, first_rows_ptr=first_rows, **gradients.arguments,
         **geometry.sizes(*SIZES_OF_COLUMNS), IS_CAUSAL=geometry.is_causal, SECOND_ORDER=config.uses_second_order,
-        IS_FROZEN=not config.differentiable_aggregation, TILE=config.tile, ROWS=geometry.rows,
-        **widths(head_dim, value_dim), **arithmetic(grad_out.dtype), **launch,
+        IS_FROZEN=not config.differentiable_aggregation, TILE=config.tile, ROWS=geometry.rows, **heads.compiled,
+        **launch,
     )  # fmt: skip
     return gradients
 
@@ -55,11 +46,10 @@ def find_gradients_of_summaries(
 def _far_backward_to_summaries(
     grad_out_ptr, lse_ptr, delta_ptr, residuals_ptr, shift_ptr, width_ptr, log_mass_ptr, key_mean_ptr, value_mean_ptr,
     deviation_ptr, most_ptr, query_order_ptr, tile_begin_ptr, tile_info_ptr, tiles_before_ptr, first_rows_ptr,
-    grad_log_mass_ptr, grad_key_mean_ptr, grad_value_mean_ptr, length, block_size, blocks, seen_blocks,
-    query_clusters, key_clusters, summarised, query_tiles, shared_by, IS_CAUSAL: tl.constexpr,
-    SECOND_ORDER: tl.constexpr, IS_FROZEN: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
-    ACC: tl.constexpr, PRECISION: tl.constexpr,
+    grad_log_mass_ptr, grad_key_mean_ptr, grad_value_mean_ptr, length, block_size, blocks, seen_blocks, query_clusters,
+    key_clusters, summarised, query_tiles, shared_by, IS_CAUSAL: tl.constexpr, SECOND_ORDER: tl.constexpr,
+    IS_FROZEN: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, D: tl.constexpr,
+    DV: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """Some columns, as one query cluster of one generation sees them.
 
@@ -82,15 +72,15 @@ def _far_backward_to_summaries(
     mask_column = offs_column < columns  # [COLUMNS]
     slot = first_summary(generation) if IS_CAUSAL else 0
     of_slot = ((head * query_clusters + cluster) * summarised + slot) * key_clusters
-    means = load_rows(key_mean_ptr, of_slot, offs_column, mask_column, D, DP)  # [COLUMNS, D]
-    values = load_rows(value_mean_ptr, of_slot, offs_column, mask_column, DV, DVP)  # [COLUMNS, DV]
+    means = load_rows(key_mean_ptr, of_slot, offs_column, mask_column, D)  # [COLUMNS, D]
+    values = load_rows(value_mean_ptr, of_slot, offs_column, mask_column, DV)  # [COLUMNS, DV]
     masses = tl.load(log_mass_ptr + of_slot + offs_column, mask=mask_column, other=float("-inf"))  # [COLUMNS]
     if SECOND_ORDER:
         deviations = tl.load(deviation_ptr + of_slot + offs_column, mask=mask_column, other=0.0)  # [COLUMNS]
         ptrs = most_ptr + key_head * seen_blocks * key_clusters + offs_column  # [COLUMNS]
         most = tl.load(ptrs, mask=mask_column, other=0.0)  # [COLUMNS]
-    d_means = tl.zeros([COLUMNS, DP], ACC)  # [COLUMNS, D]
-    d_values = tl.zeros([COLUMNS, DVP], ACC)  # [COLUMNS, DV]
+    d_means = tl.zeros([COLUMNS, padded(D)], ACC)  # [COLUMNS, D]
+    d_values = tl.zeros([COLUMNS, padded(DV)], ACC)  # [COLUMNS, DV]
     d_mass = tl.zeros([COLUMNS], ACC)
     offs_row = tl.arange(0, ROWS)
     for own_block in range(first_block, end_block):
@@ -108,15 +98,15 @@ def _far_backward_to_summaries(
             mask_row = offs_row < tl.where(number_of_tile == tiles - 1, rows_of_last, TILE)  # [ROWS]
             place = begin + number_of_tile * TILE
             position = tl.load(query_order_ptr + place + offs_row, mask=mask_row, other=0)  # [ROWS]
-            residual = load_rows(residuals_ptr, place, offs_row, mask_row, D, DP)  # [ROWS, D]
+            residual = load_rows(residuals_ptr, place, offs_row, mask_row, D)  # [ROWS, D]
             shift = tl.load(shift_ptr + place + offs_row, mask=mask_row, other=0.0)  # [ROWS]
-            grad_out = load_rows(grad_out_ptr, head * length, position, mask_row, DV, DVP)  # [ROWS, DV]
+            grad_out = load_rows(grad_out_ptr, head * length, position, mask_row, DV)  # [ROWS, DV]
             lse = tl.load(lse_ptr + head * length + position, mask=mask_row, other=float("inf")) - shift  # [ROWS]
             delta = tl.load(delta_ptr + place + offs_row, mask=mask_row, other=0.0)  # [ROWS]
             wanted_ptrs = first_rows_ptr + (tile + number_of_tile) * seen_blocks * key_clusters + offs_column
             first_row = tl.load(wanted_ptrs, mask=mask_column & is_seen, other=0).to(tl.int32)  # [COLUMNS]
             # [COLUMNS, ROWS]
-            logits = tl.dot(means, tl.trans(residual), input_precision=PRECISION, out_dtype=ACC) + masses[:, None]
+            logits = dot(means, tl.trans(residual), ACC) + masses[:, None]
             if SECOND_ORDER:
                 width = tl.load(width_ptr + place + offs_row, mask=mask_row, other=0.0)  # [ROWS]
                 sigma = deviations[:, None] * width[None, :]  # [COLUMNS, ROWS]
@@ -124,13 +114,13 @@ def _far_backward_to_summaries(
                 logits += within * (sigma - 0.5 * within)
             logits = tl.where(offs_row[None, :] < first_row[:, None], logits, float("-inf"))
             weights = exp_of_less(logits, lse[None, :])  # [COLUMNS, ROWS]
-            response = tl.dot(values, tl.trans(grad_out), input_precision=PRECISION, out_dtype=ACC)  # [COLUMNS, ROWS]
+            response = dot(values, tl.trans(grad_out), ACC)  # [COLUMNS, ROWS]
             d_logits = weights * (response - delta[None, :])  # [COLUMNS, ROWS]
             d_mass += tl.sum(d_logits, 1)
-            d_values = tl.dot(weights.to(grad_out.dtype), grad_out, d_values, input_precision=PRECISION, out_dtype=ACC)
-            d_means = tl.dot(d_logits.to(residual.dtype), residual, d_means, input_precision=PRECISION, out_dtype=ACC)
+            d_values = add_dot(weights.to(grad_out.dtype), grad_out, d_values)
+            d_means = add_dot(d_logits.to(residual.dtype), residual, d_means)
     if not IS_FROZEN:
         d_mass -= tl.sum(means.to(ACC) * d_means, 1) + tl.sum(values.to(ACC) * d_values, 1)
     tl.store(grad_log_mass_ptr + of_slot + offs_column, d_mass, mask=mask_column)
-    store_rows(grad_key_mean_ptr, of_slot, offs_column, mask_column, d_means, D, DP)
-    store_rows(grad_value_mean_ptr, of_slot, offs_column, mask_column, d_values, DV, DVP)
+    store_rows(grad_key_mean_ptr, of_slot, offs_column, mask_column, d_means, D)
+    store_rows(grad_value_mean_ptr, of_slot, offs_column, mask_column, d_values, DV)

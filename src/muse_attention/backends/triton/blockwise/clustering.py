@@ -1,12 +1,12 @@
 """Centroids of the keys of each block that is seen, and of the queries before each generation: Lloyd's k-means.
 
 A *sequence* is what is clustered by itself: the queries of the past of a generation, or the keys of a block. Those of
-queries and of keys go through every kernel together.
+queries and of keys go through every kernel together. How the keys are spread about their centroids is the metric of
+each generation.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from muse_attention.backends.triton.blockwise.geometry import Geometry, generation_of_block
+from muse_attention.backends.triton.device_functions import add_dot, load_rows
 from muse_attention.backends.triton.nearest import (
     affinity,
     argmax,
@@ -24,8 +25,7 @@ from muse_attention.backends.triton.nearest import (
     rows_with_scores,
     store_centroids,
 )
-from muse_attention.backends.triton.numbers import arithmetic, cdiv, padded
-from muse_attention.backends.triton.row_tiles import load_rows
+from muse_attention.backends.triton.numbers import accumulator, cdiv, padded, power_of_two
 from muse_attention.backends.triton.runtime.launching import kernel
 from muse_attention.backends.triton.runtime.remembering import once
 from muse_attention.config import MuSeConfig
@@ -34,6 +34,8 @@ from muse_attention.core.shuffle import seeded_shuffle
 
 _PARTS = 16
 """Pieces of a sequence whose members are summed by different programs."""
+_PARTS_OF_SPREAD = 8
+"""Of a block, whose squares are summed by different programs."""
 _TILES = 4
 """Tiles of vectors that one program assigns."""
 SUM_MEMBERS: dict[bool, dict[str, int]] = {
@@ -67,31 +69,18 @@ def _start_positions(lengths: tuple[int, ...], clusters: int, config: MuSeConfig
     return once((*lengths, clusters, config.seed), device, find)
 
 
-@dataclass(frozen=True)
-class Found:
-    query_centroids: Tensor
-    """(H, S, Q, D)"""
-    query_assignment: Tensor
-    """(H, N) int32"""
-    key_centroids: Tensor
-    """(G, seen blocks, K, D)"""
-    key_assignment: Tensor
-    """(G, N) int32"""
-
-
 def cluster(
     queries: Tensor, keys: Tensor, query_starts: Tensor, key_starts: Tensor, geometry: Geometry, *, scale: float
-) -> Found:
-    """Of (H, N, D) queries, times the scale, and (G, N, D) keys."""
+) -> tuple[Tensor, ...]:
+    """Of (H, N, D) queries, times the scale, and (G, N, D) keys: (H, S, Q, D) centroids and (H, N) int32 assignment of
+    queries, (G, seen blocks, K, D) and (G, N) int32 of keys."""
     config, dtype = geometry.config, compute_dtype(queries.dtype)
     heads, key_heads, head_dim = queries.shape[0], keys.shape[0], queries.shape[2]
     generations, blocks = geometry.generations.number, geometry.seen_blocks
-    found = Found(
-        queries.new_empty(heads, generations, config.query_clusters, head_dim, dtype=dtype),
-        queries.new_empty(queries.shape[:2], dtype=torch.int32),
-        keys.new_empty(key_heads, blocks, config.key_clusters, head_dim, dtype=dtype),
-        keys.new_empty(keys.shape[:2], dtype=torch.int32),
-    )
+    query_centroids = queries.new_empty(heads, generations, config.query_clusters, head_dim, dtype=dtype)
+    query_assignment = queries.new_empty(queries.shape[:2], dtype=torch.int32)
+    key_centroids = keys.new_empty(key_heads, blocks, config.key_clusters, head_dim, dtype=dtype)
+    key_assignment = keys.new_empty(keys.shape[:2], dtype=torch.int32)
     most = max(config.query_clusters, config.key_clusters)
     tile = rows_with_scores(most)
     parts = min(_PARTS, cdiv(min(geometry.length, 2 * config.lloyd_sample * most), tile))
@@ -101,15 +90,14 @@ def cluster(
     shared: dict[str, Any] = {
         "queries_ptr": queries,
         "keys_ptr": keys,
-        "query_centroids_ptr": found.query_centroids,
-        "key_centroids_ptr": found.key_centroids,
+        "query_centroids_ptr": query_centroids,
+        "key_centroids_ptr": key_centroids,
         "query_heads": heads,
         **geometry.sizes(*_SIZES[1:]),
         "FACTOR": scale,
         "IS_CAUSAL": geometry.is_causal,
         "D": head_dim,
-        "DP": padded(head_dim),
-        **arithmetic(queries.dtype),
+        "ACC": accumulator(queries.dtype),
     }
     of_sequences = (max(generations, blocks), heads + key_heads)
     in_parts = {"sums_ptr": sums, "sizes_ptr": sizes}
@@ -122,10 +110,10 @@ def cluster(
         )
         _mean_of_sequence[(cdiv(most, 16), *of_sequences)](**shared, **in_parts, parts=parts, TILE=16)
     _assign_to_nearest[(cdiv(config.block_size, tile * _TILES), geometry.blocks, heads + key_heads)](
-        **shared, query_assignment_ptr=found.query_assignment, key_assignment_ptr=found.key_assignment,
-        CP=padded(most), TILE=tile, TILES=_TILES, num_warps=4,
+        **shared, query_assignment_ptr=query_assignment, key_assignment_ptr=key_assignment, CP=padded(most), TILE=tile,
+        TILES=_TILES, num_warps=4,
     )  # fmt: skip
-    return found
+    return query_centroids, query_assignment, key_centroids, key_assignment
 
 
 @triton.jit
@@ -155,8 +143,7 @@ def _pick_sequence(
 def _take_starts(
     queries_ptr, keys_ptr, query_centroids_ptr, key_centroids_ptr, query_starts_ptr, key_starts_ptr, query_heads,
     generations, seen_blocks, length, block_size, query_clusters, key_clusters, FACTOR: tl.constexpr,
-    IS_CAUSAL: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr, ACC: tl.constexpr,
-    PRECISION: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """Centroids start as vectors.
 
@@ -178,16 +165,15 @@ def _take_starts(
     else:
         starts_ptr = key_starts_ptr
     offs_row = first + tl.load(starts_ptr + sequence * clusters + offs_cluster, mask=mask_cluster, other=0)  # [TILE]
-    x = load_vectors(vectors_ptr, offs_row, mask_cluster, head < query_heads, FACTOR, D, DP, ACC)  # [TILE, D]
-    store_centroids(centroids_ptr, sequence * 0, tl.program_id(0) * TILE, clusters, x.to(ACC), D, DP, TILE)
+    x = load_vectors(vectors_ptr, offs_row, mask_cluster, head < query_heads, FACTOR, D, ACC)  # [TILE, D]
+    store_centroids(centroids_ptr, sequence * 0, tl.program_id(0) * TILE, clusters, x.to(ACC), D, TILE)
 
 
 @kernel(stage="clustering", do_not_specialize=[*_SIZES, "sample"])
 def _sum_members_of_sequence(
     queries_ptr, keys_ptr, query_centroids_ptr, key_centroids_ptr, sums_ptr, sizes_ptr, query_heads, generations,
     seen_blocks, length, block_size, query_clusters, key_clusters, sample, FACTOR: tl.constexpr,
-    IS_CAUSAL: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, CP: tl.constexpr, TILE: tl.constexpr,
-    ACC: tl.constexpr, PRECISION: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, D: tl.constexpr, CP: tl.constexpr, TILE: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """Of a part of the samples of a sequence, the vectors nearest to each centroid, summed and counted.
 
@@ -203,19 +189,19 @@ def _sum_members_of_sequence(
         return
     stride = tl.maximum(1, number // (sample * clusters))
     sampled = tl.cdiv(number, stride)
-    current = load_centroids(centroids_ptr, sequence * 0, 0, clusters, D, DP, CP)  # [CP, D]
+    current = load_centroids(centroids_ptr, sequence * 0, 0, clusters, D, CP)  # [CP, D]
     rounded, norms = half_norms(current, 0, clusters, CP, queries_ptr.dtype.element_ty, ACC)  # [CP, D], [CP]
-    offs_cluster, offs_d = tl.arange(0, CP), tl.arange(0, DP)  # [CP], [D]
-    total = tl.zeros([CP, DP], ACC)  # [CP, D]
+    offs_cluster, offs_d = tl.arange(0, CP), tl.arange(0, padded(D))  # [CP], [D]
+    total = tl.zeros([CP, padded(D)], ACC)  # [CP, D]
     count = tl.zeros([CP], ACC)
     rows = tl.cdiv(tl.cdiv(sampled, tl.num_programs(0)), TILE) * TILE
     for begin in range(part * rows, tl.minimum((part + 1) * rows, sampled), TILE):
         offs_row = (begin + tl.arange(0, TILE)) * stride  # [TILE]
         mask_row = offs_row < number  # [TILE]
-        x = load_vectors(vectors_ptr, first + offs_row, mask_row, head < query_heads, FACTOR, D, DP, ACC)  # [TILE, D]
-        nearest = argmax(affinity(x, rounded, norms, ACC, PRECISION), CP, x.dtype)  # [TILE]
+        x = load_vectors(vectors_ptr, first + offs_row, mask_row, head < query_heads, FACTOR, D, ACC)  # [TILE, D]
+        nearest = argmax(affinity(x, rounded, norms, ACC), CP, x.dtype)  # [TILE]
         member = ((nearest[:, None] == offs_cluster[None, :]) & mask_row[:, None]).to(x.dtype)  # [TILE, CP]
-        total = tl.dot(tl.trans(member), x, total, input_precision=PRECISION, out_dtype=ACC)
+        total = add_dot(tl.trans(member), x, total)
         count += tl.sum(member.to(ACC), 0)
     at = (of_sequence * tl.num_programs(0) + part) * tl.maximum(query_clusters, key_clusters)
     mask_cluster = offs_cluster < clusters  # [CP]
@@ -227,9 +213,8 @@ def _sum_members_of_sequence(
 @kernel(stage="clustering", do_not_specialize=[*_SIZES, "parts"])
 def _mean_of_sequence(
     queries_ptr, keys_ptr, query_centroids_ptr, key_centroids_ptr, sums_ptr, sizes_ptr, query_heads, generations,
-    seen_blocks, length, block_size, query_clusters, key_clusters, parts, FACTOR: tl.constexpr,
-    IS_CAUSAL: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr, ACC: tl.constexpr,
-    PRECISION: tl.constexpr,
+    seen_blocks, length, block_size, query_clusters, key_clusters, parts, FACTOR: tl.constexpr, IS_CAUSAL: tl.constexpr,
+    D: tl.constexpr, TILE: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """Move centroids to the means of their members; one without any stays.
 
@@ -243,13 +228,13 @@ def _mean_of_sequence(
     first = tl.program_id(0) * TILE
     if (number == 0) | (first >= clusters):
         return
-    offs_cluster, offs_d = first + tl.arange(0, TILE), tl.arange(0, DP)  # [TILE], [D]
+    offs_cluster, offs_d = first + tl.arange(0, TILE), tl.arange(0, padded(D))  # [TILE], [D]
     mask_cluster = offs_cluster < clusters  # [TILE]
-    total = tl.zeros([TILE, DP], ACC)  # [TILE, D]
+    total = tl.zeros([TILE, padded(D)], ACC)  # [TILE, D]
     count = tl.zeros([TILE], ACC)
     for part in range(parts):
         at = (of_sequence * parts + part) * tl.maximum(query_clusters, key_clusters)
-        total += load_rows(sums_ptr, at, offs_cluster, mask_cluster, D, DP)
+        total += load_rows(sums_ptr, at, offs_cluster, mask_cluster, D)
         count += tl.load(sizes_ptr + at + offs_cluster, mask=mask_cluster, other=0.0)
     offs = offs_cluster[:, None] * D + offs_d[None, :]  # [TILE, D]
     mask = (mask_cluster & (count > 0))[:, None] & (offs_d < D)[None, :]  # [TILE, D]
@@ -260,8 +245,8 @@ def _mean_of_sequence(
 def _assign_to_nearest(
     queries_ptr, keys_ptr, query_centroids_ptr, key_centroids_ptr, query_assignment_ptr, key_assignment_ptr,
     query_heads, generations, seen_blocks, length, block_size, query_clusters, key_clusters, FACTOR: tl.constexpr,
-    IS_CAUSAL: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, CP: tl.constexpr, TILE: tl.constexpr,
-    TILES: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, D: tl.constexpr, CP: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
+    ACC: tl.constexpr,
 ):  # fmt: skip
     """The nearest centroid of some vectors of a block; 0 where nothing is seen, or nobody sees it.
 
@@ -279,13 +264,95 @@ def _assign_to_nearest(
         queries_ptr, keys_ptr, query_centroids_ptr, key_centroids_ptr, tl.where(has_centroids, sequence, 0), head,
         query_heads, generations, seen_blocks, length, block_size, query_clusters, key_clusters, IS_CAUSAL, D,
     )  # fmt: skip
-    current = load_centroids(centroids_ptr, sequence * 0, 0, clusters, D, DP, CP)  # [CP, D]
+    current = load_centroids(centroids_ptr, sequence * 0, 0, clusters, D, CP)  # [CP, D]
     rounded, norms = half_norms(current, 0, clusters, CP, queries_ptr.dtype.element_ty, ACC)  # [CP, D], [CP]
     start = block * block_size + tl.program_id(0) * TILE * TILES
     end = tl.minimum((block + 1) * block_size, length)
     for begin in range(start, tl.minimum(start + TILE * TILES, end), TILE):
         offs_row = begin + tl.arange(0, TILE)  # [TILE]
         mask_row = offs_row < end  # [TILE]
-        x = load_vectors(vectors_ptr, offs_row, mask_row, head < query_heads, FACTOR, D, DP, ACC)  # [TILE, D]
-        nearest = argmax(affinity(x, rounded, norms, ACC, PRECISION), CP, x.dtype)  # [TILE]
+        x = load_vectors(vectors_ptr, offs_row, mask_row, head < query_heads, FACTOR, D, ACC)  # [TILE, D]
+        nearest = argmax(affinity(x, rounded, norms, ACC), CP, x.dtype)  # [TILE]
         tl.store(assignment_ptr + offs_row, tl.where(has_centroids, nearest, 0), mask=mask_row)
+
+
+def find_key_spread(keys: Tensor, centroids: Tensor, assignment: Tensor, geometry: Geometry) -> Tensor:
+    """(G, S, D): variance of the keys about their centroids in each dimension over the past of each generation, scaled
+    to a mean of 1."""
+    key_heads, length, head_dim = keys.shape
+    blocks, generations = geometry.seen_blocks, geometry.generations.number
+    parts = blocks * _PARTS_OF_SPREAD
+    sums = centroids.new_empty(key_heads, parts, head_dim)
+    largest = centroids.new_empty(key_heads, parts)
+    spread = centroids.new_empty(key_heads, generations, head_dim)
+    widths = {"D": head_dim, "ACC": accumulator(keys.dtype)}
+    _sum_squares_of_block[(_PARTS_OF_SPREAD, blocks, key_heads)](
+        keys_ptr=keys, centroids_ptr=centroids, assignment_ptr=assignment, sums_ptr=sums, largest_ptr=largest,
+        length=length, block_size=geometry.config.block_size, clusters=centroids.shape[2], TILE=64, num_warps=4,
+        **widths,
+    )  # fmt: skip
+    _scale_spread[(generations, key_heads)](
+        sums_ptr=sums, largest_ptr=largest, spread_ptr=spread, parts=parts, PARTS_OF_BLOCK=_PARTS_OF_SPREAD,
+        IS_CAUSAL=geometry.is_causal, PARTS=power_of_two(parts), num_warps=8, **widths,
+    )  # fmt: skip
+    return spread
+
+
+@triton.jit
+def _square_of_ratio(part, whole):
+    """`(part / whole)^2`, or `part^2` if the whole is 0."""
+    ratio = part / tl.where(whole > 0, whole, 1.0)
+    return ratio * ratio
+
+
+@kernel(stage="clustering", do_not_specialize=["length", "block_size", "clusters"])
+def _sum_squares_of_block(
+    keys_ptr, centroids_ptr, assignment_ptr, sums_ptr, largest_ptr, length, block_size, clusters, TILE: tl.constexpr,
+    D: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """Of a part of the keys of a block, in units of the largest residual there: squares of large ones would overflow.
+
+    Grid: (parts of a block, blocks, G). `keys_ptr`: (G, N, D); `centroids_ptr`: (G, blocks, K, D); `assignment_ptr`:
+    (G, N) int32; `sums_ptr`: (G, parts, D); `largest_ptr`: (G, parts).
+    """
+    part, block, head = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    of_block = head * tl.num_programs(1) + block
+    total = tl.zeros([padded(D)], ACC)  # [D]
+    unit = tl.max(tl.zeros([TILE], ACC), 0)
+    rows = tl.cdiv(tl.cdiv(block_size, tl.num_programs(0)), TILE) * TILE
+    first, end = block * block_size + part * rows, tl.minimum((block + 1) * block_size, length)
+    for begin in range(first, tl.minimum(first + rows, end), TILE):
+        offs_row = begin + tl.arange(0, TILE)  # [TILE]
+        mask_row = offs_row < end  # [TILE]
+        cluster = tl.load(assignment_ptr + head * length + offs_row, mask=mask_row, other=0)  # [TILE]
+        key = load_rows(keys_ptr, head * length, offs_row, mask_row, D).to(ACC)  # [TILE, D]
+        key = tl.where(tl.abs(key) < float("inf"), key, 0.0)
+        residual = key - load_rows(centroids_ptr, of_block * clusters, cluster, mask_row, D).to(ACC)  # [TILE, D]
+        larger = tl.maximum(unit, tl.max(tl.max(tl.abs(residual), 1), 0))
+        scaled = residual / tl.where(larger > 0, larger, 1.0)  # [TILE, D]
+        total = total * _square_of_ratio(unit, larger) + tl.sum(scaled * scaled, 0)
+        unit = larger
+    offs_d = tl.arange(0, padded(D))  # [D]
+    at = of_block * tl.num_programs(0) + part
+    tl.store(sums_ptr + at * D + offs_d, total, mask=offs_d < D)
+    tl.store(largest_ptr + at, unit)
+
+
+@kernel(stage="clustering", do_not_specialize=["parts"])
+def _scale_spread(
+    sums_ptr, largest_ptr, spread_ptr, parts, PARTS_OF_BLOCK: tl.constexpr, IS_CAUSAL: tl.constexpr,
+    PARTS: tl.constexpr, D: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """The sums of the past of a generation, in units of their mean over the dimensions; 1 where all are 0.
+
+    Grid: (S, G). `sums_ptr`: (G, parts, D); `largest_ptr`: (G, parts); `spread_ptr`: (G, S, D).
+    """
+    generation, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    offs_part, offs_d = tl.arange(0, PARTS), tl.arange(0, padded(D))  # [PARTS], [D]
+    past = tl.minimum(parts, PARTS_OF_BLOCK << generation) if IS_CAUSAL else parts
+    units = tl.load(largest_ptr + head * parts + offs_part, mask=offs_part < past, other=0.0)  # [PARTS]
+    some = load_rows(sums_ptr, head * parts, offs_part, offs_part < past, D)  # [PARTS, D]
+    total = tl.sum(some * _square_of_ratio(units, tl.max(units, 0))[:, None], 0)  # [D]
+    mean = tl.sum(total, 0) / D
+    ptrs = spread_ptr + (head * tl.num_programs(0) + generation) * D + offs_d  # [D]
+    tl.store(ptrs, tl.where(mean > 0, total / tl.where(mean > 0, mean, 1.0), 1.0), mask=offs_d < D)

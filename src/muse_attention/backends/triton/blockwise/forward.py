@@ -6,8 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from muse_attention.backends.triton.blockwise.geometry import Geometry, widths
-from muse_attention.backends.triton.blockwise.order import Order
+from muse_attention.backends.triton.blockwise.heads import Heads
 from muse_attention.backends.triton.blockwise.pieces import (
     PIECE_SIZE,
     SIZES_OF_KEYS,
@@ -26,9 +25,7 @@ from muse_attention.backends.triton.blockwise.rows import (
 )
 from muse_attention.backends.triton.blockwise.slopes import Slopes, load_slope
 from muse_attention.backends.triton.blockwise.summaries import Columns
-from muse_attention.backends.triton.device_math import LOG2_E, exp_of_less
-from muse_attention.backends.triton.numbers import arithmetic, fitting, padded
-from muse_attention.backends.triton.row_tiles import load_rows, store_rows
+from muse_attention.backends.triton.device_functions import LOG2_E, add_dot, dot, exp_of_less, load_rows, store_rows
 from muse_attention.backends.triton.runtime.launching import kernel
 from muse_attention.core.expected_error import LARGEST_GROWTH
 from muse_attention.core.structures import Partial
@@ -50,44 +47,36 @@ TO_KEYS_BY_REGISTERS = {128: {"KEYS": 64}}
 
 def attend(
     merged: Partial,
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
+    heads: Heads,
     residuals: Residuals,
     columns: Columns,
     slopes: Slopes,
-    order: Order,
     first_rows: Tensor,
-    geometry: Geometry,
     *,
     is_chosen: bool,
-    scale: float,
 ) -> None:
     """Add the far field to `merged`, the own block's (H, N, Dv) output and (H, N) lse.
 
     `first_rows` is the selection, (H, nb, tiles, seen blocks K) uint8: read if it `is_chosen`, else written.
     """
+    order, geometry = heads.order, heads.geometry
     config = geometry.config
-    head_dim, value_dim = queries.shape[-1], values.shape[-1]
     tiles = geometry.blocks * geometry.query_tiles
-    launch = fitting(TO_COLUMNS, head_dim, value_dim, queries.dtype, TO_COLUMNS_BY_REGISTERS)
-    launch = {**launch, "COLUMNS": min(launch["COLUMNS"], padded(geometry.columns))}
     assert config.tolerance is not None
-    result = {"out_ptr": merged.out, "lse_ptr": merged.lse}
-    shared = {"ROWS": geometry.rows, **widths(head_dim, value_dim), **arithmetic(queries.dtype)}
+    shared = {"out_ptr": merged.out, "lse_ptr": merged.lse, "ROWS": geometry.rows, **heads.compiled}
     _attend_to_columns[(tiles, geometry.heads)](
         **residuals.arguments, **columns.arguments, **slopes.arguments, **order.of_queries, first_rows_ptr=first_rows,
-        **result,
         **geometry.sizes(*SIZES_OF_COLUMNS), tolerance=config.tolerance, CAUTION=config.caution,
         LARGEST_GROWTH=LARGEST_GROWTH, IS_CAUSAL=geometry.is_causal, IS_CHOSEN=is_chosen,
-        FIRST_ORDER=config.uses_first_order, SECOND_ORDER=config.uses_second_order, **shared, **launch,
+        FIRST_ORDER=config.uses_first_order, SECOND_ORDER=config.uses_second_order, **shared,
+        **heads.fit(TO_COLUMNS, TO_COLUMNS_BY_REGISTERS),
     )  # fmt: skip
     for begin, end in ranges_of_columns(geometry):
         listed = list_pieces(first_rows, begin, end, order, geometry)
         _attend_to_keys[(tiles, geometry.heads)](
-            queries_ptr=queries, keys_ptr=keys, values_ptr=values, **order.of_queries, key_order_ptr=order.keys,
-            **listed.arguments, **result, **geometry.sizes(*SIZES_OF_KEYS), SCALE=scale, **shared,
-            **fitting(TO_KEYS, head_dim, value_dim, queries.dtype, TO_KEYS_BY_REGISTERS),
+            queries_ptr=heads.queries, keys_ptr=heads.keys, values_ptr=heads.values, **order.of_queries,
+            key_order_ptr=order.keys, **listed, **geometry.sizes(*SIZES_OF_KEYS), SCALE=heads.scale, **shared,
+            **heads.fit(TO_KEYS, TO_KEYS_BY_REGISTERS),
         )  # fmt: skip
 
 
@@ -99,16 +88,14 @@ def _expected_error(log_weight, sigma, CAUTION: tl.constexpr, LARGEST_GROWTH: tl
 
 
 @triton.jit
-def _include(logits, values, largest, total, weighted, ACC: tl.constexpr, PRECISION: tl.constexpr):
+def _include(logits, values, largest, total, weighted, ACC: tl.constexpr):
     """Terms into the running softmax: the largest logit and the total, [ROWS], and the weighted values, [ROWS, DV]."""
     larger = tl.maximum(largest, tl.max(logits, 1))  # [ROWS]
     weights = exp_of_less(logits, larger[:, None])  # [ROWS, COLUMNS]
     # (Of equal ones exactly 1: what is added without weight changes nothing.)
     kept = tl.exp2((largest - larger) * LOG2_E)  # [ROWS]
     total = total * kept + tl.sum(weights, 1)
-    weighted = tl.dot(
-        weights.to(values.dtype), values, weighted * kept[:, None], input_precision=PRECISION, out_dtype=ACC
-    )
+    weighted = add_dot(weights.to(values.dtype), values, weighted * kept[:, None])
     return larger, total, weighted
 
 
@@ -119,8 +106,7 @@ def _attend_to_columns(
     out_ptr, lse_ptr, length, block_size, blocks, seen_blocks, query_clusters, key_clusters, summarised, query_tiles,
     shared_by, tolerance, LARGEST_REACH: tl.constexpr, CAUTION: tl.constexpr, LARGEST_GROWTH: tl.constexpr,
     IS_CAUSAL: tl.constexpr, IS_CHOSEN: tl.constexpr, FIRST_ORDER: tl.constexpr, SECOND_ORDER: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
-    ACC: tl.constexpr, PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """Decide what a tile's queries retrieve, and attend to the summaries of all the rest.
 
@@ -141,7 +127,7 @@ def _attend_to_columns(
     mask_row = offs_row < rows  # [ROWS]
     place = head * blocks * block_size + begin
     position = tl.load(query_order_ptr + place + offs_row, mask=mask_row, other=0)  # [ROWS]
-    residual = load_rows(residuals_ptr, place, offs_row, mask_row, D, DP)  # [ROWS, D]
+    residual = load_rows(residuals_ptr, place, offs_row, mask_row, D)  # [ROWS, D]
     shift = tl.load(shift_ptr + place + offs_row, mask=mask_row, other=0.0)  # [ROWS]
     width = tl.load(width_ptr + place + offs_row, mask=mask_row, other=0.0)  # [ROWS]
     of_cluster = first_column(head, own_block, cluster, query_clusters, key_clusters, summarised, IS_CAUSAL)
@@ -158,7 +144,7 @@ def _attend_to_columns(
             offs_column, mask_column = visible_columns(first, columns, own_block, key_clusters, COLUMNS, IS_CAUSAL)
             _, logits = score_columns(
                 residual, width, log_mass_ptr, key_mean_ptr, deviation_ptr, most_ptr, of_cluster, of_buckets,
-                offs_column, mask_column, SECOND_ORDER, D, DP, ACC, PRECISION,
+                offs_column, mask_column, SECOND_ORDER, D, ACC,
             )  # fmt: skip
             larger = tl.maximum(top, tl.max(logits, 1))  # [ROWS]
             mass = mass * tl.exp2((top - larger) * LOG2_E) + tl.sum(exp_of_less(logits, larger[:, None]), 1)
@@ -170,12 +156,12 @@ def _attend_to_columns(
 
     # 2. Decide on each, and attend to those that stay.
     largest, total = own_lse, tl.full([ROWS], 1.0, ACC)  # [ROWS], [ROWS]
-    weighted = load_rows(out_ptr, head * length, position, mask_row, DV, DVP).to(ACC)  # [ROWS, DV]
+    weighted = load_rows(out_ptr, head * length, position, mask_row, DV).to(ACC)  # [ROWS, DV]
     for first in range(0, columns, COLUMNS):
         offs_column, mask_column = visible_columns(first, columns, own_block, key_clusters, COLUMNS, IS_CAUSAL)
         _, logits = score_columns(
             residual, width, log_mass_ptr, key_mean_ptr, deviation_ptr, most_ptr, of_cluster, of_buckets, offs_column,
-            mask_column, SECOND_ORDER, D, DP, ACC, PRECISION,
+            mask_column, SECOND_ORDER, D, ACC,
         )  # fmt: skip
         if IS_CHOSEN:
             first_row = tl.load(first_rows_ptr + offs_column, mask=mask_column, other=255).to(tl.int32)  # [COLUMNS]
@@ -194,16 +180,15 @@ def _attend_to_columns(
             first_row = tl.min(tl.where(is_wanted, offs_row[:, None], 255), 0)  # [COLUMNS]
             tl.store(first_rows_ptr + offs_column, first_row.to(tl.uint8), mask=offs_column < columns)
         logits = tl.where(offs_row[:, None] < first_row[None, :], logits, float("-inf"))
-        values = load_rows(value_mean_ptr, of_cluster, offs_column, mask_column, DV, DVP)  # [COLUMNS, DV]
-        largest, total, weighted = _include(logits, values, largest, total, weighted, ACC, PRECISION)
+        values = load_rows(value_mean_ptr, of_cluster, offs_column, mask_column, DV)  # [COLUMNS, DV]
+        largest, total, weighted = _include(logits, values, largest, total, weighted, ACC)
     if FIRST_ORDER:
         _, _, gain = load_slope(
-            slope_ptr, slope_deviation_ptr, head * blocks + own_block, residual, width, LARGEST_REACH, D, DP, DV, DVP,
-            ACC, PRECISION,
-        )  # fmt: skip
+            slope_ptr, slope_deviation_ptr, head * blocks + own_block, residual, width, LARGEST_REACH, D, DV, ACC
+        )
         of_summaries = total - tl.exp2((own_lse - largest) * LOG2_E)  # [ROWS]
         weighted += of_summaries[:, None] * gain
-    store_rows(out_ptr, head * length, position, mask_row, weighted / total[:, None], DV, DVP)
+    store_rows(out_ptr, head * length, position, mask_row, weighted / total[:, None], DV)
     tl.store(lse_ptr + head * length + position, largest + tl.log(total) + shift, mask=mask_row)
 
 
@@ -211,13 +196,13 @@ def _attend_to_columns(
 def _attend_to_keys(
     queries_ptr, keys_ptr, values_ptr, query_order_ptr, tile_begin_ptr, tile_info_ptr, key_order_ptr, lists_ptr,
     listed_ptr, out_ptr, lse_ptr, length, block_size, blocks, seen_blocks, query_tiles, key_room, shared_by, room,
-    SCALE: tl.constexpr, GROWS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr,
-    DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    SCALE: tl.constexpr, GROWS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    ACC: tl.constexpr,
 ):  # fmt: skip
     """Attend to the keys that a tile's queries retrieve.
 
-    Grid: (nb tiles, H). `queries_ptr`: (H, N, D); `keys_ptr`: (G, N, D); `values_ptr`: (G, N, DV); lists as in
-    `PieceLists`; the others as in `_attend_to_columns`.
+    Grid: (nb tiles, H). `queries_ptr`: (H, N, D); `keys_ptr`: (G, N, D); `values_ptr`: (G, N, DV); lists as
+    `list_pieces` returns them; the others as in `_attend_to_columns`.
     """
     head = tl.program_id(1).to(tl.int64)
     number_of_tile = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -230,22 +215,22 @@ def _attend_to_keys(
     mask_row = offs_row < rows  # [ROWS]
     place = head * blocks * block_size + begin
     position = tl.load(query_order_ptr + place + offs_row, mask=mask_row, other=0)  # [ROWS]
-    query = load_rows(queries_ptr, head * length, position, mask_row, D, DP)  # [ROWS, D]
+    query = load_rows(queries_ptr, head * length, position, mask_row, D)  # [ROWS, D]
     largest = tl.load(lse_ptr + head * length + position, mask=mask_row, other=0.0)  # [ROWS]
     total = tl.full([ROWS], 1.0, ACC)
-    weighted = load_rows(out_ptr, head * length, position, mask_row, DV, DVP).to(ACC)  # [ROWS, DV]
+    weighted = load_rows(out_ptr, head * length, position, mask_row, DV).to(ACC)  # [ROWS, DV]
     key_head = head // shared_by
     key_order_ptr += key_head * seen_blocks * key_room
     list_ptr = lists_ptr + begin_of_list(head, number_of_tile, blocks, query_tiles, room, GROWS)
     for first in range(0, pieces, KEYS // PIECE_SIZE):
         # [KEYS] each
         at, mask_key, first_row = load_listed(list_ptr, key_order_ptr, first, pieces, KEYS)
-        key = load_rows(keys_ptr, key_head * length, at, mask_key, D, DP)  # [KEYS, D]
-        value = load_rows(values_ptr, key_head * length, at, mask_key, DV, DVP)  # [KEYS, DV]
-        logits = tl.dot(query, tl.trans(key), input_precision=PRECISION, out_dtype=ACC) * SCALE  # [ROWS, KEYS]
+        key = load_rows(keys_ptr, key_head * length, at, mask_key, D)  # [KEYS, D]
+        value = load_rows(values_ptr, key_head * length, at, mask_key, DV)  # [KEYS, DV]
+        logits = dot(query, tl.trans(key), ACC) * SCALE  # [ROWS, KEYS]
         # (Keys that do not exist have no row that attends to them.)
         first_row = tl.where(mask_key, first_row, 255)  # [KEYS]
         logits = tl.where(offs_row[:, None] >= first_row[None, :], logits, float("-inf"))
-        largest, total, weighted = _include(logits, value, largest, total, weighted, ACC, PRECISION)
-    store_rows(out_ptr, head * length, position, mask_row, weighted / total[:, None], DV, DVP)
+        largest, total, weighted = _include(logits, value, largest, total, weighted, ACC)
+    store_rows(out_ptr, head * length, position, mask_row, weighted / total[:, None], DV)
     tl.store(lse_ptr + head * length + position, largest + tl.log(total), mask=mask_row)

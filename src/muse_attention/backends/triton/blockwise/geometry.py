@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from muse_attention.backends.triton.numbers import cdiv, padded
+from muse_attention.backends.triton.numbers import cdiv
 from muse_attention.config import MuSeConfig
 from muse_attention.core.generations import Generations
 from muse_attention.core.query_tiles import tiles_of_block
@@ -92,11 +91,6 @@ class Geometry:
             "shared_by": self.heads // self.key_heads,
         }
         return {name: every[name] for name in names}
-
-
-def widths(head_dim: int, value_dim: int) -> dict[str, Any]:
-    """Head dimensions as kernels take them."""
-    return {"D": head_dim, "DP": padded(head_dim), "DV": value_dim, "DVP": padded(value_dim)}
 
 
 @triton.jit

@@ -6,7 +6,6 @@ earlier row attends to, so its sums do not depend on them, not in a bit.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,7 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from muse_attention.backends.triton.blockwise.geometry import PIECE, Geometry
-from muse_attention.backends.triton.blockwise.order import Order
+from muse_attention.backends.triton.blockwise.sorting import Order
+from muse_attention.backends.triton.numbers import cdiv, power_of_two
 from muse_attention.backends.triton.runtime.launching import kernel
 
 _MOST_LISTED = 1 << 24
@@ -29,23 +29,6 @@ PIECE_SIZE = tl.constexpr(PIECE)
 NO_ROW = tl.constexpr(255)
 
 
-@dataclass(frozen=True)
-class PieceLists:
-    """What each tile of queries retrieves of a range of columns."""
-
-    lists: Tensor
-    """(H, room of all tiles) int32: pieces, each times 256 plus the first row that attends to it"""
-    numbers: Tensor
-    """(H, nb tiles) int32"""
-    room: int
-    """of a tile; or, if tiles have as much room as their block sees blocks, for each of these"""
-    grows: bool
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        return {"lists_ptr": self.lists, "listed_ptr": self.numbers, "room": self.room, "GROWS": self.grows}
-
-
 def ranges_of_columns(geometry: Geometry) -> list[tuple[int, int]]:
     """Whole blocks of columns, few enough to list all their pieces; all of them if that is possible."""
     blocks, columns = geometry.seen_blocks, geometry.config.key_clusters
@@ -56,23 +39,30 @@ def ranges_of_columns(geometry: Geometry) -> list[tuple[int, int]]:
     return [(begin * columns, min(begin + at_once, blocks) * columns) for begin in range(0, blocks, at_once)]
 
 
-def list_pieces(first_rows: Tensor, begin: int, end: int, order: Order, geometry: Geometry) -> PieceLists:
-    """Of the columns `begin .. end - 1`, by (H, nb, tiles, seen blocks K) first rows."""
+def list_pieces(first_rows: Tensor, begin: int, end: int, order: Order, geometry: Geometry) -> dict[str, Any]:
+    """What each tile of queries retrieves of the columns `begin .. end - 1`, as kernels take it, by (H, nb, tiles, seen
+    blocks K) first rows.
+
+    `lists_ptr` are (H, room of all tiles) int32: pieces, each times 256 plus the first row that attends to it;
+    `listed_ptr`, (H, nb tiles) int32, how many there are. `room` is that of a tile; or, if it `GROWS` with the blocks
+    that a tile sees, that for each of these.
+    """
     blocks, tiles = geometry.blocks, geometry.query_tiles
     pieces = geometry.key_room // PIECE
     grows = geometry.is_causal and end - begin == geometry.columns
     room = pieces if grows else (end - begin) // geometry.config.key_clusters * pieces
     every = tiles * room * (blocks * (blocks - 1) // 2 if grows else blocks)
-    found = PieceLists(
-        order.queries.new_empty(geometry.heads, every), order.queries.new_empty(geometry.heads, blocks * tiles),
-        room, grows,
-    )  # fmt: skip
+    found = {
+        "lists_ptr": order.queries.new_empty(geometry.heads, every),
+        "listed_ptr": order.queries.new_empty(geometry.heads, blocks * tiles),
+        "room": room,
+        "GROWS": grows,
+    }
+    wanted = order.queries.new_empty(geometry.heads, blocks * tiles, geometry.columns)
     _list_pieces_of_tile[(blocks * tiles, geometry.heads)](
         first_rows_ptr=first_rows, tile_info_ptr=order.query_tile_info, key_starts_ptr=order.key_starts,
-        key_sizes_ptr=order.key_sizes,
-        wanted_ptr=order.queries.new_empty(geometry.heads, blocks * tiles, geometry.columns), **found.arguments,
-        begin=begin, end=end, **geometry.sizes(*_SIZES), IS_CAUSAL=geometry.is_causal, ROWS=geometry.rows,
-        COLUMNS=512, WANTED=64, num_warps=4, maxnreg=96,
+        key_sizes_ptr=order.key_sizes, wanted_ptr=wanted, **found, begin=begin, end=end, **geometry.sizes(*_SIZES),
+        IS_CAUSAL=geometry.is_causal, ROWS=geometry.rows, COLUMNS=512, WANTED=64, num_warps=4, maxnreg=96,
     )  # fmt: skip
     return found
 
@@ -110,7 +100,7 @@ def _list_pieces_of_tile(
 
     Grid: (nb tiles, H). `first_rows_ptr`: (H, nb tiles, seen blocks K) uint8; `tile_info_ptr`: (H, nb tiles) int32;
     `key_starts_ptr`, `key_sizes_ptr`: (G, seen blocks K) int32; `wanted_ptr`: (H, nb tiles, seen blocks K) int32, for
-    the listed columns; the others as in `PieceLists`.
+    the listed columns; the others as `list_pieces` returns them.
     """
     head = tl.program_id(1).to(tl.int64)
     tile = head * tl.num_programs(0) + tl.program_id(0)
@@ -181,31 +171,22 @@ def load_listed(list_ptr, key_order_ptr, begin, number, KEYS: tl.constexpr):
     return position, position >= 0, entry & 255
 
 
-@dataclass(frozen=True)
-class TileLists:
-    """The tiles of queries that retrieve each bucket."""
+def list_tiles(first_rows: Tensor, order: Order, geometry: Geometry) -> dict[str, Any]:
+    """The tiles of queries that retrieve each bucket, as kernels take them, by (H, nb, tiles, seen blocks K) first
+    rows.
 
-    lists: Tensor
-    """(H, seen blocks K, nb tiles) int64: the first place of each tile times 2^16, plus its rows times 256, plus the
-    first row that retrieves the bucket"""
-    numbers: Tensor
-    """(H, seen blocks K) int32"""
-
-    @property
-    def arguments(self) -> dict[str, Tensor]:
-        return {"lists_ptr": self.lists, "listed_ptr": self.numbers}
-
-
-def list_tiles(first_rows: Tensor, order: Order, geometry: Geometry) -> TileLists:
-    """By (H, nb, tiles, seen blocks K) first rows."""
+    `lists_ptr` are (H, seen blocks K, nb tiles) int64: the first place of each tile times 2^16, plus its rows times
+    256, plus the first row that retrieves the bucket; `listed_ptr`, (H, seen blocks K) int32, how many there are.
+    """
     shape = (geometry.heads, geometry.columns)
     tiles = geometry.blocks * geometry.query_tiles
-    found = TileLists(order.queries.new_empty(*shape, tiles, dtype=torch.int64), order.queries.new_empty(shape))
-    columns = min(64, 1 << (geometry.columns - 1).bit_length())
-    _list_tiles_of_buckets[(-(-geometry.columns // columns), geometry.heads)](
-        first_rows_ptr=first_rows, tile_begin_ptr=order.query_tile_begin, tile_info_ptr=order.query_tile_info,
-        **found.arguments, tiles=tiles, columns=geometry.columns,
-        **geometry.sizes("key_clusters", "query_tiles"), IS_CAUSAL=geometry.is_causal, COLUMNS=columns, TILES=64,
+    lists = order.queries.new_empty(*shape, tiles, dtype=torch.int64)
+    found = {"lists_ptr": lists, "listed_ptr": order.queries.new_empty(shape)}
+    columns = min(64, power_of_two(geometry.columns))
+    _list_tiles_of_buckets[(cdiv(geometry.columns, columns), geometry.heads)](
+        first_rows_ptr=first_rows, tile_begin_ptr=order.query_tile_begin, tile_info_ptr=order.query_tile_info, **found,
+        tiles=tiles, columns=geometry.columns, **geometry.sizes("key_clusters", "query_tiles"),
+        IS_CAUSAL=geometry.is_causal, COLUMNS=columns, TILES=64,
     )  # fmt: skip
     return found
 
@@ -218,7 +199,7 @@ def _list_tiles_of_buckets(
     """Of some columns, the tiles that want them, in order.
 
     Grid: (columns / COLUMNS, H). `first_rows_ptr`: (H, nb tiles, columns) uint8; `tile_begin_ptr`, `tile_info_ptr`:
-    (H, nb tiles) int32; the others as in `TileLists`.
+    (H, nb tiles) int32; the others as `list_tiles` returns them.
     """
     head = tl.program_id(1).to(tl.int64)
     offs_column, offs_tile = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, TILES)

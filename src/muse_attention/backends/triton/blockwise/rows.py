@@ -8,10 +8,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from muse_attention.backends.triton.blockwise.geometry import Geometry, generation_of_block
-from muse_attention.backends.triton.blockwise.order import Order
-from muse_attention.backends.triton.numbers import arithmetic, padded
-from muse_attention.backends.triton.row_tiles import load_rows, store_rows
+from muse_attention.backends.triton.blockwise.geometry import generation_of_block
+from muse_attention.backends.triton.blockwise.heads import Heads
+from muse_attention.backends.triton.device_functions import dot, load_rows, store_rows
+from muse_attention.backends.triton.numbers import accumulator, padded
 from muse_attention.backends.triton.runtime.launching import kernel
 from muse_attention.core.precision import compute_dtype
 
@@ -40,29 +40,20 @@ class Residuals:
         return {f"{name}_ptr": table for name, table in vars(self).items()}
 
 
-def take_residuals(
-    queries: Tensor,
-    centroids: Tensor,
-    key_offset: Tensor,
-    key_spread: Tensor,
-    order: Order,
-    geometry: Geometry,
-    *,
-    scale: float,
-) -> Residuals:
-    """Of (H, N, D) queries, from (H, S, Q, D) centroids; `key_offset` is (G, D), `key_spread` (G, S, D)."""
-    heads, _, head_dim = queries.shape
-    places = order.queries.shape[1]
+def take_residuals(heads: Heads, key_spread: Tensor) -> Residuals:
+    """`key_spread` is (G, S, D)."""
+    queries, order, geometry = heads.queries, heads.order, heads.geometry
+    places = order.queries.shape
     wide = compute_dtype(queries.dtype)
     found = Residuals(
-        queries.new_empty(heads, places, head_dim),
-        queries.new_empty(heads, places, dtype=wide),
-        queries.new_empty(heads, places, dtype=wide),
+        queries.new_empty(*places, queries.shape[-1]),
+        queries.new_empty(places, dtype=wide),
+        queries.new_empty(places, dtype=wide),
     )
-    _take_residuals_of_tile[(geometry.blocks * geometry.query_tiles, heads)](
-        queries_ptr=queries, centroids_ptr=centroids, key_offset_ptr=key_offset, key_spread_ptr=key_spread,
-        **order.of_queries, **found.arguments, **geometry.sizes(*_SIZES), SCALE=scale, IS_CAUSAL=geometry.is_causal,
-        ROWS=geometry.rows, D=head_dim, DP=padded(head_dim), ACC=arithmetic(queries.dtype)["ACC"],
+    _take_residuals_of_tile[(geometry.blocks * geometry.query_tiles, geometry.heads)](
+        queries_ptr=queries, centroids_ptr=heads.centroids, key_offset_ptr=heads.key_offset, key_spread_ptr=key_spread,
+        **order.of_queries, **found.arguments, **geometry.sizes(*_SIZES), SCALE=heads.scale,
+        IS_CAUSAL=geometry.is_causal, ROWS=geometry.rows, D=queries.shape[-1], ACC=accumulator(queries.dtype),
     )  # fmt: skip
     return found
 
@@ -71,8 +62,7 @@ def take_residuals(
 def _take_residuals_of_tile(
     queries_ptr, centroids_ptr, key_offset_ptr, key_spread_ptr, query_order_ptr, tile_begin_ptr, tile_info_ptr,
     residuals_ptr, shift_ptr, width_ptr, length, block_size, blocks, query_clusters, generations, query_tiles,
-    shared_by, SCALE: tl.constexpr, IS_CAUSAL: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    ACC: tl.constexpr,
+    shared_by, SCALE: tl.constexpr, IS_CAUSAL: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """Grid: (nb tiles, H). `queries_ptr`: (H, N, D); `centroids_ptr`: (H, S, Q, D); `key_offset_ptr`: (G, D);
     `key_spread_ptr`: (G, S, D); orders and tiles as in `Order`; the others as in `Residuals`."""
@@ -82,10 +72,10 @@ def _take_residuals_of_tile(
     begin, rows, cluster = load_tile(tile_begin_ptr, tile_info_ptr, head * tl.num_programs(0) + tl.program_id(0))
     if rows == 0:
         return
-    offs_row, offs_d = tl.arange(0, ROWS), tl.arange(0, DP)  # [ROWS], [D]
+    offs_row, offs_d = tl.arange(0, ROWS), tl.arange(0, padded(D))  # [ROWS], [D]
     mask_row, mask_d = offs_row < rows, offs_d < D  # [ROWS], [D]
     position = tl.load(query_order_ptr + of_head + begin + offs_row, mask=mask_row, other=0)  # [ROWS]
-    query = load_rows(queries_ptr, head * length, position, mask_row, D, DP)  # [ROWS, D]
+    query = load_rows(queries_ptr, head * length, position, mask_row, D)  # [ROWS, D]
     generation, _ = generation_of_block(tl.program_id(0) // query_tiles, IS_CAUSAL)
     row = (head * generations + generation) * query_clusters + cluster
     centroid = tl.load(centroids_ptr + row * D + offs_d, mask=mask_d, other=0.0).to(ACC)  # [D]
@@ -99,7 +89,7 @@ def _take_residuals_of_tile(
     to = of_head + begin + offs_row  # [ROWS]
     tl.store(shift_ptr + to, tl.sum(residual * offset[None, :], 1), mask=mask_row)
     tl.store(width_ptr + to, tl.sqrt(tl.sum(residual * residual * metric[None, :], 1)), mask=mask_row)
-    store_rows(residuals_ptr, of_head + begin, offs_row, mask_row, residual, D, DP)
+    store_rows(residuals_ptr, of_head + begin, offs_row, mask_row, residual, D)
 
 
 @triton.jit
@@ -129,15 +119,14 @@ def visible_columns(first, columns, own_block, key_clusters, COLUMNS: tl.constex
 @triton.jit
 def score_columns(
     residual, width, log_mass_ptr, key_mean_ptr, deviation_ptr, most_ptr, of_cluster, of_buckets, offs_column,
-    mask_column, SECOND_ORDER: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ACC: tl.constexpr,
-    PRECISION: tl.constexpr,
+    mask_column, SECOND_ORDER: tl.constexpr, D: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """Means of the keys of columns, [COLUMNS, D], and the logits of the queries against them, [ROWS, COLUMNS], without
     what the key offset adds."""
-    means = load_rows(key_mean_ptr, of_cluster, offs_column, mask_column, D, DP)  # [COLUMNS, D]
+    means = load_rows(key_mean_ptr, of_cluster, offs_column, mask_column, D)  # [COLUMNS, D]
     masses = tl.load(log_mass_ptr + of_cluster + offs_column, mask=mask_column, other=float("-inf"))  # [COLUMNS]
     # [ROWS, COLUMNS]
-    logits = tl.dot(residual, tl.trans(means), input_precision=PRECISION, out_dtype=ACC) + masses[None, :]
+    logits = dot(residual, tl.trans(means), ACC) + masses[None, :]
     if SECOND_ORDER:
         deviations = tl.load(deviation_ptr + of_cluster + offs_column, mask=mask_column, other=0.0)  # [COLUMNS]
         most = tl.load(most_ptr + of_buckets + offs_column, mask=mask_column, other=0.0)  # [COLUMNS]

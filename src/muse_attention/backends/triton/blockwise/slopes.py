@@ -19,14 +19,20 @@ from muse_attention.backends.triton.blockwise.geometry import (
     Geometry,
     generation_of_block,
     generation_of_slot,
-    widths,
 )
-from muse_attention.backends.triton.blockwise.order import Order
+from muse_attention.backends.triton.blockwise.heads import Heads
 from muse_attention.backends.triton.blockwise.summaries import summarise
-from muse_attention.backends.triton.device_math import LOG2_E, exp_of_less, finite_square, in_range
+from muse_attention.backends.triton.device_functions import (
+    LOG2_E,
+    add_dot,
+    dot,
+    exp_of_less,
+    finite_square,
+    in_range,
+    load_rows,
+)
 from muse_attention.backends.triton.integer_tables import size_of_tables
-from muse_attention.backends.triton.numbers import arithmetic, cdiv, fitting, padded, power_of_two
-from muse_attention.backends.triton.row_tiles import load_rows
+from muse_attention.backends.triton.numbers import accumulator, cdiv, padded, power_of_two
 from muse_attention.backends.triton.runtime.launching import kernel
 from muse_attention.core.precision import compute_dtype
 from muse_attention.core.slopes import LARGEST_REACH, TILT_OF_SLOPE
@@ -83,66 +89,52 @@ def _rooms(geometry: Geometry, head_dim: int, value_dim: int, dtype: torch.dtype
     return [size_of_tables([(cdiv(size, torch.int32.itemsize),)]) for size in sizes]
 
 
-def find_slopes(
-    keys: Tensor,
-    values: Tensor,
-    key_assignment: Tensor,
-    centroids: Tensor,
-    key_offset: Tensor,
-    order: Order,
-    geometry: Geometry,
-    slopes: Slopes,
-) -> None:
-    """Write those of (G, N, D) keys and (G, N, Dv) values in clusters, (G, N), for (H, S, Q, D) centroids; `key_offset`
-    is (G, D)."""
-    heads, generations, _, head_dim = centroids.shape
-    value_dim = values.shape[-1]
-    shared = {**widths(head_dim, value_dim), "ACC": arithmetic(keys.dtype)["ACC"]}
+def find_slopes(heads: Heads, key_assignment: Tensor, slopes: Slopes) -> None:
+    """Write those of keys in clusters, (G, N)."""
+    keys, values, centroids, geometry = heads.keys, heads.values, heads.centroids, heads.geometry
+    _, generations, clusters, head_dim = centroids.shape
     centres = torch.empty_like(centroids[:, :, :1])
-    _find_centre[(generations, heads)](
-        centroids_ptr=centroids, centres_ptr=centres, clusters=centroids.shape[2], TILT=TILT_OF_SLOPE, D=head_dim,
-        DP=padded(head_dim), QP=padded(centroids.shape[2]), ACC=shared["ACC"],
+    _find_centre[(generations, geometry.heads)](
+        centroids_ptr=centroids, centres_ptr=centres, clusters=clusters, TILT=TILT_OF_SLOPE, D=head_dim,
+        QP=padded(clusters), ACC=accumulator(keys.dtype),
     )  # fmt: skip
-    columns = summarise(keys, values, centres, key_offset, order, geometry)
-    slots = (heads, geometry.generations.summarised_blocks)
-    sums = centroids.new_empty(*slots, _PARTS, head_dim, value_dim)
+    columns = summarise(heads, centres)
+    slots = (geometry.heads, geometry.generations.summarised_blocks)
+    sums = centroids.new_empty(*slots, _PARTS, head_dim, values.shape[-1])
     largest, total, moment = (sums.new_empty(slots) for _ in range(3))
     of_slots = {"sums_ptr": sums, "largest_ptr": largest, "total_ptr": total, "moment_ptr": moment}
     _sum_slopes_of_part[(_PARTS, *reversed(slots))](
         keys_ptr=keys, values_ptr=values, key_assignment_ptr=key_assignment, centres_ptr=centres,
-        key_offset_ptr=key_offset, log_mass_ptr=columns.log_mass, key_mean_ptr=columns.key_mean,
+        key_offset_ptr=heads.key_offset, log_mass_ptr=columns.log_mass, key_mean_ptr=columns.key_mean,
         deviation_ptr=columns.deviation, **of_slots, **geometry.sizes(*_OF_SUMS), IS_CAUSAL=geometry.is_causal,
-        KP=padded(geometry.config.key_clusters), PRECISION=arithmetic(keys.dtype)["PRECISION"], **shared,
-        **fitting(SUM_SLOPES, head_dim, value_dim, keys.dtype),
+        KP=padded(geometry.config.key_clusters), **heads.compiled, **heads.fit(SUM_SLOPES),
     )  # fmt: skip
-    _add_slopes_of_blocks[(cdiv(head_dim, _DIMS), geometry.blocks, heads)](
+    _add_slopes_of_blocks[(cdiv(head_dim, _DIMS), geometry.blocks, geometry.heads)](
         **of_slots, slope_ptr=slopes.matrix, slope_deviation_ptr=slopes.deviation, **geometry.sizes(*_OF_BLOCKS),
         IS_CAUSAL=geometry.is_causal, LARGEST=torch.finfo(keys.dtype).max, DIMS=_DIMS, PARTS=_PARTS,
-        BLOCKS=power_of_two(geometry.seen_blocks), num_warps=4, **shared,
+        BLOCKS=power_of_two(geometry.seen_blocks), num_warps=4, **heads.compiled,
     )  # fmt: skip
 
 
 @kernel(stage="summaries", do_not_specialize=["clusters"])
 def _find_centre(
-    centroids_ptr, centres_ptr, clusters, TILT: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, QP: tl.constexpr,
-    ACC: tl.constexpr,
-):  # fmt: skip
+    centroids_ptr, centres_ptr, clusters, TILT: tl.constexpr, D: tl.constexpr, QP: tl.constexpr, ACC: tl.constexpr
+):
     """A part of the mean centroid of a generation.
 
     Grid: (S, H). `centroids_ptr`: (H, S, Q, D); `centres_ptr`: (H, S, 1, D).
     """
     row = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
-    offs_d, offs_q = tl.arange(0, DP), tl.arange(0, QP)  # [D], [Q]
-    centroids = load_rows(centroids_ptr, row * clusters, offs_q, offs_q < clusters, D, DP).to(ACC)  # [Q, D]
+    offs_d, offs_q = tl.arange(0, padded(D)), tl.arange(0, QP)  # [D], [Q]
+    centroids = load_rows(centroids_ptr, row * clusters, offs_q, offs_q < clusters, D).to(ACC)  # [Q, D]
     tl.store(centres_ptr + row * D + offs_d, tl.sum(centroids, 0) * TILT / clusters.to(ACC), mask=offs_d < D)
 
 
 @kernel(stage="summaries", do_not_specialize=_OF_SUMS)
 def _sum_slopes_of_part(
     keys_ptr, values_ptr, key_assignment_ptr, centres_ptr, key_offset_ptr, log_mass_ptr, key_mean_ptr, deviation_ptr,
-    sums_ptr, largest_ptr, total_ptr, moment_ptr, length, block_size, key_clusters, generations, summarised,
-    shared_by, IS_CAUSAL: tl.constexpr, KP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr,
-    DVP: tl.constexpr, KEYS: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    sums_ptr, largest_ptr, total_ptr, moment_ptr, length, block_size, key_clusters, generations, summarised, shared_by,
+    IS_CAUSAL: tl.constexpr, KP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, KEYS: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """Products of some keys of a block, less the means of their buckets, with their values, with weights relative to
     the heaviest bucket.
@@ -154,7 +146,11 @@ def _sum_slopes_of_part(
     part, slot, head = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     key_head = head // shared_by
     generation, block = generation_of_slot(slot, IS_CAUSAL)
-    offs_d, offs_x, offs_key = tl.arange(0, DP), tl.arange(0, DVP), tl.arange(0, KEYS)  # [D], [DV], [KEYS]
+    offs_d, offs_x, offs_key = (
+        tl.arange(0, padded(D)),
+        tl.arange(0, padded(DV)),
+        tl.arange(0, KEYS),
+    )  # [D], [DV], [KEYS]
     centre = tl.load(centres_ptr + (head * generations + generation) * D + offs_d, mask=offs_d < D, other=0.0)  # [D]
     centre = centre.to(keys_ptr.dtype.element_ty).to(ACC)
     offset = tl.load(key_offset_ptr + key_head * D + offs_d, mask=offs_d < D, other=0.0).to(ACC)  # [D]
@@ -171,21 +167,21 @@ def _sum_slopes_of_part(
         tl.store(total_ptr + at, tl.sum(shares, 0))
         tl.store(moment_ptr + at, tl.sum(shares * deviations * deviations, 0))
 
-    sums = tl.zeros([DP, DVP], ACC)  # [D, DV]
+    sums = tl.zeros([padded(D), padded(DV)], ACC)  # [D, DV]
     rows = tl.cdiv(tl.cdiv(block_size, tl.num_programs(0)), KEYS) * KEYS
     first, end = block * block_size + part * rows, tl.minimum((block + 1) * block_size, length)
     for begin in range(first, tl.minimum(first + rows, end), KEYS):
         mask_key = begin + offs_key < end  # [KEYS]
-        keys = load_rows(keys_ptr, key_head * length + begin, offs_key, mask_key, D, DP).to(ACC)  # [KEYS, D]
-        values = load_rows(values_ptr, key_head * length + begin, offs_key, mask_key, DV, DVP)  # [KEYS, DV]
+        keys = load_rows(keys_ptr, key_head * length + begin, offs_key, mask_key, D).to(ACC)  # [KEYS, D]
+        values = load_rows(values_ptr, key_head * length + begin, offs_key, mask_key, DV)  # [KEYS, DV]
         logits = tl.sum(keys * centre[None, :], 1)  # [KEYS]
         weights = tl.where(mask_key, exp_of_less(logits, shift), 0.0)  # [KEYS]
         # Each key less its mean, not sums less those of means: their weights are rounded another way, and a large
         # residual would amplify the difference. (Means are less the offset.)
         cluster = tl.load(key_assignment_ptr + key_head * length + begin + offs_key, mask=mask_key, other=0)  # [KEYS]
-        means = load_rows(key_mean_ptr, of_slot, in_range(cluster, key_clusters), mask_key, D, DP).to(ACC)  # [KEYS, D]
+        means = load_rows(key_mean_ptr, of_slot, in_range(cluster, key_clusters), mask_key, D).to(ACC)  # [KEYS, D]
         weighted = (keys - offset[None, :] - means) * weights[:, None]  # [KEYS, D]
-        sums = tl.dot(tl.trans(weighted.to(values.dtype)), values, sums, input_precision=PRECISION, out_dtype=ACC)
+        sums = add_dot(tl.trans(weighted.to(values.dtype)), values, sums)
     at = (head * summarised + slot) * tl.num_programs(0) + part
     mask = (offs_d < D)[:, None] & (offs_x < DV)[None, :]  # [D, DV]
     tl.store(sums_ptr + at * D * DV + offs_d[:, None] * DV + offs_x[None, :], sums, mask=mask)
@@ -195,7 +191,7 @@ def _sum_slopes_of_part(
 def _add_slopes_of_blocks(
     sums_ptr, largest_ptr, total_ptr, moment_ptr, slope_ptr, slope_deviation_ptr, blocks, summarised,
     IS_CAUSAL: tl.constexpr, LARGEST: tl.constexpr, DIMS: tl.constexpr, PARTS: tl.constexpr, BLOCKS: tl.constexpr,
-    D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, ACC: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """Some rows of the matrix of a block: sums over all blocks that it sees, as one softmax.
 
@@ -219,10 +215,10 @@ def _add_slopes_of_blocks(
     total = tl.sum(tl.load(total_ptr + first + offs_block, mask=mask_block, other=0.0) * shares, 0)
     moment = tl.sum(tl.load(moment_ptr + first + offs_block, mask=mask_block, other=0.0) * shares, 0)
     inverse = 1.0 / tl.where(total > 0, total, 1.0)
-    offs_d, offs_x = tl.program_id(0) * DIMS + tl.arange(0, DIMS), tl.arange(0, DVP)  # [DIMS], [DV]
+    offs_d, offs_x = tl.program_id(0) * DIMS + tl.arange(0, DIMS), tl.arange(0, padded(DV))  # [DIMS], [DV]
     mask = (offs_d < D)[:, None] & (offs_x < DV)[None, :]  # [DIMS, DV]
     offs = offs_d[:, None] * DV + offs_x[None, :]  # [DIMS, DV]
-    slope = tl.zeros([DIMS, DVP], ACC)  # [DIMS, DV]
+    slope = tl.zeros([DIMS, padded(DV)], ACC)  # [DIMS, DV]
     for block in range(0, seen):
         share = tl.exp2((tl.load(largest_ptr + first + block) - top) * LOG2_E)
         if not IS_CAUSAL:
@@ -241,12 +237,12 @@ def _add_slopes_of_blocks(
 @triton.jit
 def load_slope(
     slope_ptr, slope_deviation_ptr, of_block, residual, width, LARGEST_REACH: tl.constexpr, D: tl.constexpr,
-    DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    DV: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """The matrix of a block, [D, DV]; what residuals are multiplied by, [ROWS]; and what values gain, [ROWS, DV]."""
-    offs_d = tl.arange(0, DP)  # [D]
-    slope = load_rows(slope_ptr, of_block * D, offs_d, offs_d < D, DV, DVP)  # [D, DV]
+    offs_d = tl.arange(0, padded(D))  # [D]
+    slope = load_rows(slope_ptr, of_block * D, offs_d, offs_d < D, DV)  # [D, DV]
     reach = width * tl.load(slope_deviation_ptr + of_block)  # [ROWS]
     factor = LARGEST_REACH / tl.maximum(reach, LARGEST_REACH)  # [ROWS]
     off = (residual.to(ACC) * factor[:, None]).to(slope.dtype)  # [ROWS, D]
-    return slope, factor, tl.dot(off, slope, input_precision=PRECISION, out_dtype=ACC)
+    return slope, factor, dot(off, slope, ACC)

@@ -8,11 +8,17 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from muse_attention.backends.triton.blockwise.geometry import Geometry, first_summary, log2_floor, widths
-from muse_attention.backends.triton.blockwise.order import Order
-from muse_attention.backends.triton.device_math import exp_of_less, finite_square
-from muse_attention.backends.triton.numbers import arithmetic, cdiv, fitting, gradient_dtype
-from muse_attention.backends.triton.row_tiles import load_rows, store_rows
+from muse_attention.backends.triton.blockwise.geometry import first_summary, log2_floor
+from muse_attention.backends.triton.blockwise.heads import Heads
+from muse_attention.backends.triton.device_functions import (
+    add_dot,
+    dot,
+    exp_of_less,
+    finite_square,
+    load_rows,
+    store_rows,
+)
+from muse_attention.backends.triton.numbers import cdiv, gradient_dtype, padded
 from muse_attention.backends.triton.runtime.launching import kernel
 from muse_attention.core.expected_error import LEAST_PLAIN_SPREAD
 from muse_attention.core.precision import compute_dtype
@@ -24,9 +30,7 @@ SUMMARISE = {
 }
 
 
-_SIZES = (
-    "length", "seen_blocks", "key_clusters", "generations", "summarised", "key_room", "shared_by",
-)  # fmt: skip
+_SIZES = ("length", "seen_blocks", "key_clusters", "generations", "summarised", "key_room", "shared_by")
 
 
 @dataclass(frozen=True)
@@ -82,11 +86,9 @@ class ColumnGradients:
         return {f"grad_{name}_ptr": table for name, table in vars(self).items()}
 
 
-def summarise(
-    keys: Tensor, values: Tensor, centroids: Tensor, key_offset: Tensor, order: Order, geometry: Geometry
-) -> Columns:
-    """Of (G, N, D) keys and (G, N, Dv) values, for (H, S, Q, D) centroids; `key_offset` is (G, D)."""
-    head_dim, value_dim = keys.shape[-1], values.shape[-1]
+def summarise(heads: Heads, centroids: Tensor) -> Columns:
+    """For these (H, S, Q, D) centroids."""
+    keys, geometry = heads.keys, heads.geometry
     config, generations = geometry.config, geometry.generations
     clusters = centroids.shape[2]
     shape = (geometry.heads, clusters, generations.summarised_blocks, config.key_clusters)
@@ -94,20 +96,20 @@ def summarise(
     of_buckets = (geometry.key_heads, geometry.seen_blocks, config.key_clusters)
     columns = Columns(
         log_mass,
-        keys.new_empty(*shape, head_dim),
-        keys.new_empty(*shape, value_dim),
+        keys.new_empty(*shape, keys.shape[-1]),
+        keys.new_empty(*shape, heads.values.shape[-1]),
         torch.empty_like(log_mass),
         torch.empty_like(log_mass),
         log_mass.new_empty(of_buckets),
         log_mass.new_empty(of_buckets),
     )
-    launch = fitting(SUMMARISE, head_dim, value_dim, keys.dtype)
+    launch = heads.fit(SUMMARISE)
     chunks = cdiv(generations.number * clusters, launch["ROWS"])
     _summarise_bucket[(geometry.columns, chunks, geometry.heads)](
-        keys_ptr=keys, values_ptr=values, centroids_ptr=centroids, key_offset_ptr=key_offset, **order.of_buckets,
-        **columns.arguments, **geometry.sizes(*_SIZES), query_clusters=clusters, mean_size=config.mean_bucket,
-        LEAST_PLAIN=LEAST_PLAIN_SPREAD, IS_CAUSAL=geometry.is_causal, **widths(head_dim, value_dim),
-        **arithmetic(keys.dtype), **launch,
+        keys_ptr=keys, values_ptr=heads.values, centroids_ptr=centroids, key_offset_ptr=heads.key_offset,
+        **heads.order.of_buckets, **columns.arguments, **geometry.sizes(*_SIZES), query_clusters=clusters,
+        mean_size=config.mean_bucket, LEAST_PLAIN=LEAST_PLAIN_SPREAD, IS_CAUSAL=geometry.is_causal, **heads.compiled,
+        **launch,
     )  # fmt: skip
     return columns
 
@@ -115,10 +117,10 @@ def summarise(
 @kernel(stage="summaries", do_not_specialize=[*_SIZES, "query_clusters", "mean_size"])
 def _summarise_bucket(
     keys_ptr, values_ptr, centroids_ptr, key_offset_ptr, key_order_ptr, key_starts_ptr, key_sizes_ptr, log_mass_ptr,
-    key_mean_ptr, value_mean_ptr, deviation_ptr, feared_ptr, most_ptr, worth_ptr, length, seen_blocks,
-    query_clusters, key_clusters, generations, summarised, key_room, shared_by, mean_size,
-    LEAST_PLAIN: tl.constexpr, IS_CAUSAL: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr,
-    DVP: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    key_mean_ptr, value_mean_ptr, deviation_ptr, feared_ptr, most_ptr, worth_ptr, length, seen_blocks, query_clusters,
+    key_clusters, generations, summarised, key_room, shared_by, mean_size, LEAST_PLAIN: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    ACC: tl.constexpr,
 ):  # fmt: skip
     """One bucket, as some of the query centroids that may see it do.
 
@@ -138,7 +140,7 @@ def _summarise_bucket(
     of_bucket = key_head * seen_blocks * key_clusters + bucket
     size = tl.load(key_sizes_ptr + of_bucket)
     key_order_ptr += key_head * seen_blocks * key_room + tl.load(key_starts_ptr + of_bucket)
-    offs_d, offs_key, offs_row = tl.arange(0, DP), tl.arange(0, KEYS), tl.arange(0, ROWS)  # [D], [KEYS], [ROWS]
+    offs_d, offs_key, offs_row = tl.arange(0, padded(D)), tl.arange(0, KEYS), tl.arange(0, ROWS)  # [D], [KEYS], [ROWS]
     mask_row = first_row + offs_row < all_rows  # [ROWS]
     offset = tl.load(key_offset_ptr + key_head * D + offs_d, mask=offs_d < D, other=0.0).to(ACC)  # [D]
     # What squares are about: a key of the bucket, so that little cancels. One that is not finite must poison what
@@ -149,24 +151,24 @@ def _summarise_bucket(
 
     # 1. Sums over its keys, of weights relative to the largest so far.
     # [ROWS, D]
-    centroid = load_rows(centroids_ptr, head * all_rows + first_row, offs_row, mask_row, D, DP)
+    centroid = load_rows(centroids_ptr, head * all_rows + first_row, offs_row, mask_row, D)
     centroid = centroid.to(keys_ptr.dtype.element_ty)
     largest = tl.full([ROWS], float("-inf"), ACC)
     total, rounded_total, moment = tl.zeros([ROWS], ACC), tl.zeros([ROWS], ACC), tl.zeros([ROWS], ACC)
-    key_sum = tl.zeros([ROWS, DP], ACC)  # [ROWS, D]
-    value_sum = tl.zeros([ROWS, DVP], ACC)  # [ROWS, DV]
-    plain_sum = tl.zeros([DP], ACC)  # [D]
+    key_sum = tl.zeros([ROWS, padded(D)], ACC)  # [ROWS, D]
+    value_sum = tl.zeros([ROWS, padded(DV)], ACC)  # [ROWS, DV]
+    plain_sum = tl.zeros([padded(D)], ACC)  # [D]
     plain_moment = 0.0
     for begin in range(0, size, KEYS):
         mask_key = begin + offs_key < size  # [KEYS]
         at = tl.load(key_order_ptr + begin + offs_key, mask=mask_key, other=0)  # [KEYS]
-        keys = load_rows(keys_ptr, key_head * length, at, mask_key, D, DP)  # [KEYS, D]
-        values = load_rows(values_ptr, key_head * length, at, mask_key, DV, DVP)  # [KEYS, DV]
+        keys = load_rows(keys_ptr, key_head * length, at, mask_key, D)  # [KEYS, D]
+        values = load_rows(values_ptr, key_head * length, at, mask_key, DV)  # [KEYS, DV]
         off = tl.where(mask_key[:, None], keys.to(ACC) - point[None, :], 0.0)  # [KEYS, D]
         squared = tl.sum(off * off, 1)  # [KEYS]
         plain_sum += tl.sum(off, 0)
         plain_moment += tl.sum(squared, 0)
-        logits = tl.dot(centroid, tl.trans(keys), input_precision=PRECISION, out_dtype=ACC)  # [ROWS, KEYS]
+        logits = dot(centroid, tl.trans(keys), ACC)  # [ROWS, KEYS]
         logits = tl.where(mask_key[None, :], logits, float("-inf"))
         larger = tl.maximum(largest, tl.max(logits, 1))  # [ROWS]
         shift = tl.where(larger == float("-inf"), 0.0, larger)  # [ROWS]
@@ -177,8 +179,8 @@ def _summarise_bucket(
         weights = weights.to(keys.dtype)
         rounded_total = rounded_total * kept + tl.sum(weights.to(ACC), 1)
         moment = moment * kept + tl.sum(weights.to(ACC) * squared[None, :], 1)
-        key_sum = tl.dot(weights, keys, key_sum * kept[:, None], input_precision=PRECISION, out_dtype=ACC)
-        value_sum = tl.dot(weights, values, value_sum * kept[:, None], input_precision=PRECISION, out_dtype=ACC)
+        key_sum = add_dot(weights, keys, key_sum * kept[:, None])
+        value_sum = add_dot(weights, values, value_sum * kept[:, None])
         largest = larger
 
     # 2. Means and spreads.
@@ -208,6 +210,6 @@ def _summarise_bucket(
     tl.store(deviation_ptr + of_head + offs, tl.sqrt(spread), mask=mask_row)
     feared = tl.sqrt(tl.maximum(spread, LEAST_PLAIN * plain))  # [ROWS]
     tl.store(feared_ptr + of_head + offs, feared, mask=mask_row)
-    key_mean = tl.where(is_empty[:, None], 0.0, key_sum - offset[None, :])  # [ROWS, DP]
-    store_rows(key_mean_ptr, of_head, offs, mask_row, key_mean, D, DP)
-    store_rows(value_mean_ptr, of_head, offs, mask_row, value_sum * inverse[:, None], DV, DVP)
+    key_mean = tl.where(is_empty[:, None], 0.0, key_sum - offset[None, :])  # [ROWS, padded(D)]
+    store_rows(key_mean_ptr, of_head, offs, mask_row, key_mean, D)
+    store_rows(value_mean_ptr, of_head, offs, mask_row, value_sum * inverse[:, None], DV)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -45,15 +45,17 @@ def run(function: Function, tensors: Sequence[Tensor | None], settings: tuple[Ha
 
     All `tensors` are contiguous and `aligned`, and the first is one.
     """
-    device = _device(tensors)
+    assert tensors[0] is not None
+    device = tensors[0].device
     with _current(device):
         schedule = _find(function, tensors, settings, device)
         outputs = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in schedule.outputs]
         if schedule.direct is None or _is_listened_to():
             memories = [*tensors, *outputs, torch.empty(schedule.workspace, dtype=torch.uint8, device=device)]
+            tensor_at = functools.partial(_tensor_at, memories)
             compiled = []
             for launch in schedule.launches:
-                compiled.append(_with_tensors(launch, memories).now())
+                compiled.append(_with(launch, _Place, tensor_at).now())
             schedule.direct = schedule.direct or _direct(schedule.launches, compiled)
         else:
             # (Not a tensor, which PyTorch would fill under deterministic algorithms.)
@@ -124,7 +126,7 @@ class _DirectLaunches(NamedTuple):
 
 
 class Schedule:
-    def __init__(self, launches: list[Launch], outputs: list[Tensor], workspace: int) -> None:
+    def __init__(self, launches: list[Launch], outputs: Sequence[Tensor], workspace: int) -> None:
         """The tensors among the arguments of `launches` are places."""
         self.launches = launches
         self.outputs = [(output.shape, output.dtype) for output in outputs]
@@ -139,66 +141,53 @@ class Schedule:
         with noted() as launches, _OnlyTensors():
             outputs = function(*inputs, *settings)
         _check_outputs(inputs, outputs)
-        memories = _Memories([*inputs, *outputs])
-        for number, launch in enumerate(launches):
-            for argument in launch.arguments:
-                if isinstance(argument, Tensor):
-                    memories.use(argument, number)
-        places, workspace = memories.arrange()
-        placed = [
-            launch._replace(
-                arguments=tuple(
-                    places(argument) if isinstance(argument, Tensor) else argument for argument in launch.arguments
-                )
-            )
-            for launch in launches
-        ]
-        return cls(placed, list(outputs), workspace)
-
-
-class _Memories:
-    """The memory behind every tensor of a run without data, and when it is used. As long as the tensors live, each
-    memory has an identity of its own."""
-
-    def __init__(self, tensors: Sequence[Tensor | None]) -> None:
-        """Inputs and outputs, which are given."""
-        self._given = {_identity(tensor): number for number, tensor in enumerate(tensors) if tensor is not None}
-        self._lives: dict[int, list[int]] = {}
-        self._sizes: dict[int, int] = {}
-        self._workspace = len(tensors)
-
-    def use(self, tensor: Tensor, time: int) -> None:
-        memory = _identity(tensor)
-        if memory not in self._given:
-            self._sizes[memory] = tensor.untyped_storage().nbytes()
-            self._lives.setdefault(memory, [time, time])[1] = time
-
-    def arrange(self) -> tuple[Callable[[Tensor], _Place], int]:
-        """The place of each tensor, and the size of the workspace: the largest first, each as low as those that live at
-        the same time allow."""
-        offsets: dict[int, int] = {}
-        for memory in sorted(self._sizes, key=lambda memory: -self._sizes[memory]):
-            begin, end = self._lives[memory]
-            beside = sorted(
-                (offsets[other], offsets[other] + self._sizes[other])
-                for other in offsets
-                if self._lives[other][0] <= end and begin <= self._lives[other][1]
-            )
-            offset = 0
-            for low, high in beside:
-                if offset + self._sizes[memory] <= low:
-                    break
-                offset = max(offset, -(-high // _STEP) * _STEP)
-            offsets[memory] = offset
+        given = {_identity(tensor): number for number, tensor in enumerate((*inputs, *outputs)) if tensor is not None}
+        offsets, workspace = _arranged(launches, given)
 
         def place(tensor: Tensor) -> _Place:
-            memory = _identity(tensor)
-            inside = int(tensor.storage_offset()) * tensor.itemsize
-            if memory in self._given:
-                return _Place(self._given[memory], inside, tensor.dtype)
-            return _Place(self._workspace, offsets[memory] + inside, tensor.dtype)
+            memory, inside = _identity(tensor), int(tensor.storage_offset()) * tensor.itemsize
+            if memory in given:
+                return _Place(given[memory], inside, tensor.dtype)
+            return _Place(len(inputs) + len(outputs), offsets[memory] + inside, tensor.dtype)
 
-        return place, max((offsets[memory] + size for memory, size in self._sizes.items()), default=0)
+        return cls([_with(launch, Tensor, place) for launch in launches], outputs, workspace)
+
+
+def _arranged(launches: Sequence[Launch], given: Collection[int]) -> tuple[dict[int, int], int]:
+    """Where in the workspace each memory begins that is not `given`, and the size of it all: the largest first, each as
+    low as those that are in use at the same time allow.
+
+    As long as the tensors of the launches live, each memory has an identity of its own.
+    """
+    lives: dict[int, list[int]] = {}
+    sizes: dict[int, int] = {}
+    for time, launch in enumerate(launches):
+        for argument in launch.arguments:
+            if isinstance(argument, Tensor) and (memory := _identity(argument)) not in given:
+                sizes[memory] = argument.untyped_storage().nbytes()
+                lives.setdefault(memory, [time, time])[1] = time
+    offsets: dict[int, int] = {}
+    for memory in sorted(sizes, key=lambda memory: -sizes[memory]):
+        begin, end = lives[memory]
+        beside = sorted(
+            (offsets[other], offsets[other] + sizes[other])
+            for other in offsets
+            if lives[other][0] <= end and begin <= lives[other][1]
+        )
+        offset = 0
+        for low, high in beside:
+            if offset + sizes[memory] <= low:
+                break
+            offset = max(offset, -(-high // _STEP) * _STEP)
+        offsets[memory] = offset
+    return offsets, max((offsets[memory] + size for memory, size in sizes.items()), default=0)
+
+
+def _with(launch: Launch, kind: type, become: Callable[[Any], Any]) -> Launch:
+    """The launch with other arguments in place of those of a kind."""
+    return launch._replace(
+        arguments=tuple(become(argument) if isinstance(argument, kind) else argument for argument in launch.arguments)
+    )
 
 
 class _OnlyTensors(TorchDispatchMode):
@@ -229,12 +218,6 @@ def _identity(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def _device(tensors: Sequence[Tensor | None]) -> torch.device:
-    first = tensors[0]
-    assert first is not None
-    return first.device
-
-
 def _current(device: torch.device) -> AbstractContextManager[Any]:
     """Triton launches on the current device, and settings of launches depend on it."""
     if device.type != "cuda" or device.index == torch.cuda.current_device():
@@ -248,16 +231,7 @@ def _is_listened_to() -> bool:
     return any(bool(getattr(hook, "calls", hook)) for hook in hooks)
 
 
-def _with_tensors(launch: Launch, memories: Sequence[Tensor | None]) -> Launch:
-    return launch._replace(
-        arguments=tuple(
-            _tensor_at(argument, memories) if isinstance(argument, _Place) else argument
-            for argument in launch.arguments
-        )
-    )
-
-
-def _tensor_at(place: _Place, memories: Sequence[Tensor | None]) -> Tensor:
+def _tensor_at(memories: Sequence[Tensor | None], place: _Place) -> Tensor:
     """From the place to the end of the memory; a part of an empty tensor may begin beyond it."""
     memory = memories[place.memory]
     assert memory is not None

@@ -1,0 +1,82 @@
+"""What kernels call: rows of a table as a tile, products, exponentials, scores that carry their column."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from muse_attention.backends.triton.numbers import padded
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+LOG_2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def load_rows(table_ptr, first, offs_row, mask_row, X: tl.constexpr):
+    """[ROWS, X]: rows `first + offs_row` of a table with `X` columns, padded with zeros. `first` may need 64 bits,
+    `offs_row` not."""
+    XP: tl.constexpr = padded(X)
+    offs_x = tl.arange(0, XP)  # [X]
+    ptrs = table_ptr + first * X + offs_row[:, None] * X + offs_x[None, :]  # [ROWS, X]
+    if X == XP:
+        return tl.load(ptrs, mask=mask_row[:, None], other=0.0)
+    else:
+        return tl.load(ptrs, mask=mask_row[:, None] & (offs_x < X)[None, :], other=0.0)
+
+
+@triton.jit
+def store_rows(table_ptr, first, offs_row, mask_row, tile, X: tl.constexpr):
+    """Write a tile [ROWS, X] to rows `first + offs_row` of a table with `X` columns."""
+    XP: tl.constexpr = padded(X)
+    offs_x = tl.arange(0, XP)  # [X]
+    ptrs = table_ptr + first * X + offs_row[:, None] * X + offs_x[None, :]  # [ROWS, X]
+    if X == XP:
+        tl.store(ptrs, tile, mask=mask_row[:, None])
+    else:
+        tl.store(ptrs, tile, mask=mask_row[:, None] & (offs_x < X)[None, :])
+
+
+@triton.jit
+def dot(left, right, ACC: tl.constexpr):
+    """[M, N]: the product of [M, K] and [K, N], in the precision of `ACC`; float32 is multiplied as such."""
+    return tl.dot(left, right, input_precision="ieee", out_dtype=ACC)
+
+
+@triton.jit
+def add_dot(left, right, total):
+    """[M, N]: the product of [M, K] and [K, N], added to a total."""
+    return tl.dot(left, right, total, input_precision="ieee", out_dtype=total.dtype)
+
+
+@triton.jit
+def exp_of_less(logits, shift):
+    """`exp(logits - shift)`: a multiplication and addition in one, then a power of two.
+
+    Rounding `shift` in between costs a relative error of about `|shift|` units in the last place, as much as the
+    rounding of logits of that size does.
+    """
+    return tl.exp2(logits * LOG2_E - shift * LOG2_E)
+
+
+@triton.jit
+def index_in_order(scores, COLUMNS: tl.constexpr):
+    """Integers that order like float32 scores, with the column in their low bits: a maximum is also an argmax.
+
+    The low bits of the score are lost, the first of equal columns is the largest.
+    """
+    bits = scores.to(tl.int32, bitcast=True)  # [ROWS, COLUMNS]
+    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return (bits & -COLUMNS) | (COLUMNS - 1 - tl.arange(0, COLUMNS))[None, :]
+
+
+@triton.jit
+def in_range(number, size):
+    """The nearest of `0 .. size - 1`: an assignment that was handed in must not lead outside of memory."""
+    return tl.minimum(tl.maximum(number, 0), size - 1)
+
+
+@triton.jit
+def finite_square(square):
+    """What rounding or overflow made of a sum of squares: 0 if it is negative or no number."""
+    return tl.where((square > 0) & (square < float("inf")), square, 0.0)
