@@ -118,11 +118,6 @@ def flip(path: Path, place: int) -> None:
     path.write_bytes(content)
 
 
-def edit_manifest(folder: Path, **changes: Any) -> None:
-    path = folder / "manifest.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
-
-
 TENSORS = "rank-00000-00000.safetensors"
 
 

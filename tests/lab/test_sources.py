@@ -292,8 +292,19 @@ def test_a_header_cannot_fill_the_memory(tmp_path: Path) -> None:
     member = tarfile.TarInfo("././@LongLink")
     member.type, member.size = tarfile.GNUTYPE_LONGNAME, 2**29
     with gzip.open(path, "wb") as packed:
-        packed.write(member.tobuf(tarfile.GNU_FORMAT) + bytes(2**25))
-    with pytest.raises(BrokenSourceError, match="unpacks to more than 16777216 bytes"):
+        packed.write(member.tobuf(tarfile.GNU_FORMAT))
+    with pytest.raises(BrokenSourceError, match="a header of 536870912 bytes"):
+        list(read_archive(path, is_python, largest=LARGEST))
+
+
+def test_a_directory_cannot_fill_the_memory(tmp_path: Path) -> None:
+    path = write_zip(tmp_path / "directory.zip", PYTHON)
+    end = bytearray(path.read_bytes()[-22:])
+    end[12:16] = (2**27).to_bytes(4, "little")
+    with open(path, "r+b") as file:
+        file.seek(2**28)  # a hole
+        file.write(end)
+    with pytest.raises(BrokenSourceError, match="a directory of 134217728 bytes"):
         list(read_archive(path, is_python, largest=LARGEST))
 
 
@@ -320,6 +331,25 @@ def test_damage_anywhere_never_changes_what_an_archive_gives(tmp_path: Path, wri
         assert isinstance(outcome(path), str), position
     path.write_bytes(b"no archive" * 99)
     assert isinstance(outcome(path), str)
+
+
+@pytest.mark.parametrize(
+    "form", ["with sizes behind", "of large sizes", "behind a program", "with a comment", "of umlauts"]
+)
+def test_zips_of_every_form_are_sound(tmp_path: Path, form: str) -> None:
+    class Pipe(io.BytesIO):
+        def seekable(self) -> bool:
+            return form != "with sizes behind"
+
+    stream = Pipe(b"program" if form == "behind a program" else b"")
+    stream.seek(0, io.SEEK_END)
+    name = "\u00fc.py" if form == "of umlauts" else "a.py"
+    with zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED) as archive:
+        with archive.open(name, "w", force_zip64=form == "of large sizes") as member:
+            member.write(b"x = 1\n")
+        archive.comment = b"comment" if form == "with a comment" else b""
+    (tmp_path / "x.zip").write_bytes(stream.getvalue())
+    assert outcome(tmp_path / "x.zip") == {name: b"x = 1\n"}
 
 
 @pytest.mark.parametrize("damage", ["checksum", "length", "no length", "no trailer"])

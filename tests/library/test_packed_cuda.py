@@ -94,7 +94,7 @@ def test_windows_of_documents_are_as_accurate_as_one_by_one() -> None:
 
     def one_by_one(tensors: tuple[Tensor, ...]) -> Tensor:
         documents = zip(*(tensor.transpose(0, 1)[None].split(SHORT, 2) for tensor in tensors), strict=True)
-        outs = [sliding_window_attention(*document, is_causal=True, window=50) for document in documents]
+        outs = [sliding_window_attention(*document, window=50) for document in documents]
         return torch.cat([out[0].transpose(0, 1) for out in outs])
 
     boundaries = DocumentBoundaries.from_lengths(SHORT)

@@ -135,9 +135,10 @@ def test_a_compiled_graph_does_not_attend_to_short_documents_again() -> None:
 def test_windows_of_documents_share_one_call() -> None:
     tensors = row(60, heads=2)
     boundaries = DocumentBoundaries((5, 45), (40, 50), 60)
-    found = attend_to_windows(*tensors, boundaries, None, window=7, scale=0.3)  # type: ignore[arg-type]
+    scale = tensors[0].shape[-1] ** -0.5
+    found = attend_to_windows(*tensors, boundaries, None, window=7, scale=scale)  # type: ignore[arg-type]
     assert calls == [[0, 35, 40]]
     for begin, end in ((5, 40), (45, 50)):
         one = (tensor[begin:end].transpose(0, 1)[None] for tensor in tensors)
-        expected = sliding_window_attention(*one, is_causal=True, window=7, scale=0.3)
+        expected = sliding_window_attention(*one, window=7)
         assert_equal_to_rounding(found[begin:end], expected[0].transpose(0, 1))

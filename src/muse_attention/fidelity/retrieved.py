@@ -96,7 +96,7 @@ def _count_picks(call: RecordedCall) -> tuple[Tensor, Tensor, Tensor]:
 
 def _looked_at(length: int) -> range:
     """The queries whose single keys are looked for, each in the middle of its stretch."""
-    step = max(1, length**2 // _ALL_QUERIES_UP_TO**2)
+    step = -(-(length**2) // _ALL_QUERIES_UP_TO**2)
     return range(step // 2, length, step)
 
 

@@ -107,9 +107,9 @@ def retrieval_table(results: BenchmarkResults) -> Table | None:
 
 def _queries_of_found(cases: Sequence[Case]) -> list[str]:
     """A line if single keys were looked for by some of the queries alone."""
-    numbers = {case.shape.length: case.fidelity.get("found_queries") for case in cases}
-    some = [f"{number:,.0f} at {format_size(length)}" for length, number in numbers.items() if number is not None]
-    return [f"Found is measured on evenly spaced queries of each head: {', '.join(some)}."] if some else []
+    sampled = {case.shape.length: case.fidelity["found_queries"] for case in cases if "found_queries" in case.fidelity}
+    counts = [f"{count:,.0f} at {format_size(length)}" for length, count in sampled.items()]
+    return [f"Found is measured on evenly spaced queries of each head: {', '.join(counts)}."] if counts else []
 
 
 def _stages_table(results: BenchmarkResults) -> Table:

@@ -66,6 +66,7 @@ _KINDS = (
 
 _MOST_FILES = 10_000
 """In a folder of results, with all in it: more are a home folder, or a disk."""
+_LEFT_OUT = {"node_modules", "site-packages"}
 _ENVIRONMENT = "pyvenv.cfg"
 """In the folder of a virtual environment."""
 _COMMANDS = "muse bench, fidelity, loss, compare, eval or tune"
@@ -215,10 +216,10 @@ def _find_json(folder: Path) -> list[Path]:
     found: list[Path] = []
     seen = 0
     for inner, folders, names in os.walk(folder, onerror=refuse):
-        if _ENVIRONMENT in names:
+        if _ENVIRONMENT in names and Path(inner) != folder:
             folders.clear()
             continue
-        folders[:] = [name for name in folders if not name.startswith(".") and name != "node_modules"]
+        folders[:] = [name for name in folders if not name.startswith(".") and name not in _LEFT_OUT]
         seen += len(names)
         if seen > _MOST_FILES:
             raise ValueError(f"{folder} holds more than {_MOST_FILES:,} files; give the folder of the results alone")

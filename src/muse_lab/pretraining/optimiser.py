@@ -64,7 +64,7 @@ def restore_weights(model: nn.Module, checkpoint: Checkpoint) -> None:
 
 
 def _fill(targets: dict[str, Tensor], checkpoint: Checkpoint, beginning: str = "") -> None:
-    """With all tensors of a checkpoint, or with those whose names have this prefix."""
+    """With all tensors of a checkpoint, or with those whose names have this prefix. Their shapes have been checked."""
     if any(isinstance(target, DTensor) for target in targets.values()):
         from muse_lab.pretraining.checkpoints.together import load_together
 

@@ -51,7 +51,8 @@ class TritonBackend(Backend):
             memory, *selected = schedule.run(far_field.attend, tensors, settings)
         else:
             memory, *selected = schedule.run(blockwise.attend, tensors, (*settings, call.first_block))
-            selected.insert(0, call.query.new_empty(*call.query.shape[:2], 0, dtype=torch.uint8))
+            if chosen is None:
+                selected.insert(0, call.query.new_empty(*call.query.shape[:2], 0, dtype=torch.uint8))
         return Attended(merged, chosen or Selection(*selected), memory)
 
     def backward(

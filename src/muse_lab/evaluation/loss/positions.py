@@ -87,6 +87,8 @@ class LossResults(StoredResults):
             if len(losses.sums) != self.settings.length - 1 or not 1 <= len(losses.means) <= self.settings.samples:
                 raise ValueError("the numbers are not those of the settings")
             for position, endings in losses.endings.items():
+                if not 2 <= position < self.settings.length:
+                    raise ValueError("the position of another ending is not inside a sample")
                 bins = {len(means) for ending in endings for means in vars(ending).values()}
                 if bins != {max(1, (position - 2).bit_length())} or len(endings) > self.settings.samples:
                     raise ValueError("the numbers of another ending are not those of the settings")

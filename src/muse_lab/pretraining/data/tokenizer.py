@@ -29,6 +29,7 @@ _WORDS = re.compile(r"'(?:[sdmt]|ll|ve|re)| ?[A-Za-z]+| ?[0-9]+| ?[^\sA-Za-z0-9]
 """What the byte-level pre-tokenizer does to ASCII."""
 _LONGEST_TRAINED_WORD = 256
 """Bytes; what is longer is cut in training, whose time would grow with the square of them. No token is longer."""
+_LONGEST_KNOWN_WORD = 64
 _KNOWN_WORDS = 2**20
 
 
@@ -123,7 +124,11 @@ class Encoder:
         return self._knows_words and text.isascii()
 
     def _look_up(self, text: str) -> bytes:
-        return b"".join(map(self._tokens_of_word, _WORDS.findall(text)))
+        words = _WORDS.findall(text)
+        return b"".join(
+            self._tokens_of_word(word) if len(word) <= _LONGEST_KNOWN_WORD else self._encode_word(word)
+            for word in words
+        )
 
     def _encode_word(self, word: str) -> bytes:
         return np.array(self._tokenizer.encode(word, add_special_tokens=False).ids, dtype="<u4").tobytes()

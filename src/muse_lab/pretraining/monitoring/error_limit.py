@@ -101,7 +101,8 @@ class ErrorLimit:
             def measure_at(level: int) -> dict[str, float]:
                 attention = get_attention(self.attentions[level])
                 pooled = measure(attention, query, key, value, is_causal=True, scale=scale).pooled()
-                pooled.pop(FOUND, None)  # what not every layer and rank has cannot be averaged over them
+                for name in (FOUND, "found_queries"):  # what not every layer and rank has cannot be averaged over them
+                    pooled.pop(name, None)
                 return mean(pooled)
 
             def error_at(level: int) -> float:

@@ -81,7 +81,10 @@ class Saver:
         Args:
             parameters: of the whole model; each has a weight and two moments in float32
         """
-        self.world.let_first(lambda: _check_room(self.folder, 3 * 4 * parameters), "write a checkpoint")
+        try:
+            self.world.let_first(lambda: _check_room(self.folder, 3 * 4 * parameters), "write a checkpoint")
+        except ValueError as error:  # of the other ranks
+            raise TrainingError(str(error)) from None
 
     def save(self, step: int, tensors: Mapping[str, Tensor], state: RunState, *, until_next: bool = False) -> None:
         """Copy the state and begin to write a checkpoint of it. Collective: every rank must call it.

@@ -146,11 +146,9 @@ def _sum_slopes_of_part(
     part, slot, head = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     key_head = head // shared_by
     generation, block = generation_of_slot(slot, IS_CAUSAL)
-    offs_d, offs_x, offs_key = (
-        tl.arange(0, padded(D)),
-        tl.arange(0, padded(DV)),
-        tl.arange(0, KEYS),
-    )  # [D], [DV], [KEYS]
+    offs_d = tl.arange(0, padded(D))  # [D]
+    offs_x = tl.arange(0, padded(DV))  # [DV]
+    offs_key = tl.arange(0, KEYS)  # [KEYS]
     centre = tl.load(centres_ptr + (head * generations + generation) * D + offs_d, mask=offs_d < D, other=0.0)  # [D]
     centre = centre.to(keys_ptr.dtype.element_ty).to(ACC)
     offset = tl.load(key_offset_ptr + key_head * D + offs_d, mask=offs_d < D, other=0.0).to(ACC)  # [D]
