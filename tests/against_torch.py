@@ -27,7 +27,7 @@ def assert_at_most_twice_the_error_of_torch(
     merged, selection = ops.attend(call, "triton")
     weights = [torch.randn_like(merged.out), torch.randn_like(merged.lse)]
     poison_memory()
-    found = [merged.out, merged.lse, *torch.autograd.grad(list(vars(merged).values()), inputs, weights)]
+    actual = [merged.out, merged.lse, *torch.autograd.grad(list(vars(merged).values()), inputs, weights)]
     other, _ = ops.attend(call, "torch", selection)
     theirs = [other.out, other.lse, *torch.autograd.grad(list(vars(other).values()), inputs, weights)]
     wide = [tensor.detach().double().requires_grad_() for tensor in inputs]
@@ -41,7 +41,7 @@ def assert_at_most_twice_the_error_of_torch(
     gradients = torch.autograd.grad([exact.out, exact.lse], wide, [weight.double() for weight in weights])
     for name, ours, torchs, expected in zip(
         ("out", "lse", "grad query", "grad key", "grad value"),
-        found,
+        actual,
         theirs,
         [exact.out, exact.lse, *gradients],
         strict=True,
@@ -53,5 +53,5 @@ def assert_at_most_twice_the_error_of_torch(
         assert error <= allowed, f"{name}: error {error:.3g}, allowed {allowed:.3g}"
 
 
-def _error(found: Tensor, expected: Tensor) -> float:
-    return float((found.detach().double() - expected.detach()).square().mean().sqrt())
+def _error(actual: Tensor, expected: Tensor) -> float:
+    return float((actual.detach().double() - expected.detach()).square().mean().sqrt())

@@ -23,7 +23,7 @@ def choose(query: Tensor, key: Tensor, sizes: tuple[int, int, int], backend: str
 
 
 def assert_best_blocks(
-    found: Selection, query: Tensor, key: Tensor, sizes: tuple[int, int, int], *, is_causal: bool
+    selection: Selection, query: Tensor, key: Tensor, sizes: tuple[int, int, int], *, is_causal: bool
 ) -> None:
     """Their scores are the largest, the best first. (Which of nearly equal ones is chosen is left to rounding.)"""
     local, block, count = sizes
@@ -33,8 +33,8 @@ def assert_best_blocks(
     owner = torch.arange(blocks, device=query.device) // (local // block)
     candidate = owner < own if is_causal else owner != own
     scores = (query.double() @ means.mT).masked_fill(~candidate, -torch.inf)
-    opened, retrieved = found.opened.long(), found.retrieved[..., 0].long()
-    assert found.opened.dtype == found.retrieved.dtype == torch.int32
+    opened, retrieved = selection.opened.long(), selection.retrieved[..., 0].long()
+    assert selection.opened.dtype == selection.retrieved.dtype == torch.int32
     assert torch.equal(opened < 0, retrieved < 0)
     assert int(opened.max()) < local // block
     chosen = torch.where(opened < 0, -1, retrieved * (local // block) + opened)

@@ -46,8 +46,8 @@ class Page:
 
     def screenshot(self) -> bytes:
         """Of the whole page, as PNG."""
-        found = self._call("Page.captureScreenshot", captureBeyondViewport=True)
-        return base64.b64decode(found["data"])
+        screenshot = self._call("Page.captureScreenshot", captureBeyondViewport=True)
+        return base64.b64decode(screenshot["data"])
 
     def _call(self, method: str, **parameters: Any) -> dict[str, Any]:
         self._sent += 1

@@ -15,9 +15,9 @@ ROUNDING = 1e-11
 """Of float64 results of order 1 after sums over a few thousand terms."""
 
 
-def assert_equal_to_rounding(found: Tensor, expected: Tensor, name: str = "") -> None:
+def assert_equal_to_rounding(actual: Tensor, expected: Tensor, name: str = "") -> None:
     torch.testing.assert_close(
-        found, expected, rtol=ROUNDING, atol=ROUNDING, msg=lambda text: f"{name}: {text}", check_stride=False
+        actual, expected, rtol=ROUNDING, atol=ROUNDING, msg=lambda text: f"{name}: {text}", check_stride=False
     )
 
 
@@ -30,16 +30,16 @@ def gradients(results: Sequence[Tensor], inputs: Sequence[Tensor]) -> tuple[Tens
     )
 
 
-def assert_same(found: Sequence[Tensor], expected: Sequence[Tensor], inputs: Sequence[Tensor], what: str = "") -> None:
+def assert_same(actual: Sequence[Tensor], expected: Sequence[Tensor], inputs: Sequence[Tensor], what: str = "") -> None:
     """Output, lse, and the gradients of the inputs."""
-    ours, theirs = ((*results, *gradients(results, inputs)) for results in (found, expected))
+    ours, theirs = ((*results, *gradients(results, inputs)) for results in (actual, expected))
     names = ("output", "lse", *(f"gradient {index}" for index in range(len(inputs))))
     for name, own, other in zip(names, ours, theirs, strict=True):
         assert_equal_to_rounding(own, other, f"{name} {what}")
 
 
 def assert_as_accurate_as_pytorch(
-    found: Tensor, in_same_precision: Tensor, exact: Tensor, name: str = "", *, terms: float = 0.0
+    actual: Tensor, in_same_precision: Tensor, exact: Tensor, name: str = "", *, terms: float = 0.0
 ) -> None:
     """Both the largest and the root-mean-square error are within twice those of plain PyTorch.
 
@@ -47,11 +47,11 @@ def assert_as_accurate_as_pytorch(
         terms: size of what cancels in a fused backward pass, in float32. It forms `dO . v` and `delta` separately, so
             their rounding stays where little is left of them, as in the gradient of a single query.
     """
-    found, in_same_precision, exact = found.detach(), in_same_precision.detach(), exact.detach()
+    actual, in_same_precision, exact = actual.detach(), in_same_precision.detach(), exact.detach()
     # Four units in the last place are always allowed: plain PyTorch may happen to be exact.
     rounding = torch.finfo(in_same_precision.dtype).eps * float(exact.abs().max())
     slack = 4 * (rounding + torch.finfo(torch.float32).eps * terms)
     for measure in (lambda error: error.abs().max(), lambda error: error.square().mean().sqrt()):
-        ours = float(measure(found.double() - exact))
+        ours = float(measure(actual.double() - exact))
         theirs = float(measure(in_same_precision.double() - exact))
         assert ours <= 2 * theirs + slack, f"{name}: error {ours:.3g}, plain PyTorch has {theirs:.3g}"

@@ -92,7 +92,7 @@ class Conformance:
         assert lse.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
         assert out.shape == (*inputs[0].shape[:3], inputs[2].shape[3])
         grad_out, grad_lse = torch.randn_like(out), torch.randn_like(lse)
-        found = [out, lse, *torch.autograd.grad([out, lse], inputs, [grad_out, grad_lse])]
+        actual = [out, lse, *torch.autograd.grad([out, lse], inputs, [grad_out, grad_lse])]
 
         def of_reference(precision: torch.dtype) -> list[Tensor]:
             tensors = [tensor.detach().to(precision).requires_grad_() for tensor in inputs]
@@ -107,9 +107,9 @@ class Conformance:
         plain = None if dtype == torch.float64 else of_reference(dtype)
         for index, name in enumerate(("out", "lse", "grad query", "grad key", "grad value")):
             if plain is None:
-                assert_equal_to_rounding(found[index], expected[index], name)
+                assert_equal_to_rounding(actual[index], expected[index], name)
             else:
-                assert_as_accurate_as_pytorch(found[index], plain[index], expected[index], name, terms=terms)
+                assert_as_accurate_as_pytorch(actual[index], plain[index], expected[index], name, terms=terms)
 
     @pytest.mark.parametrize(
         "variant",
@@ -306,9 +306,9 @@ class Conformance:
         logits = exact_logits(*inputs[:2], is_causal=is_causal, scale=scale)
         expected = [logits.softmax(-1) @ inputs[2], logits.logsumexp(-1)]
         weights = [torch.randn_like(out), torch.randn_like(lse)]
-        found = [out, lse, *torch.autograd.grad([out, lse], inputs, weights)]
+        actual = [out, lse, *torch.autograd.grad([out, lse], inputs, weights)]
         expected += torch.autograd.grad(expected, inputs, weights)
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
     def _call(self, query: Tensor, key: Tensor, value: Tensor, config: str, **arguments: object) -> Tensor:
         return muse_attention(query, key, value, enable_gqa=True, config=config, backend=self.backend, **arguments)

@@ -97,12 +97,12 @@ def _run_thrice(case: Case, device: str) -> tuple[list[Tensor], list[Tensor], tu
               for view in views]  # fmt: skip
     weights = make_weights(case, device)
     plain_weights = (weights[0].contiguous().clone(), weights[1])
-    found = _results(case, dense, plain_weights)
+    results = _results(case, dense, plain_weights)
     for what, tensors, some_weights in (
         ("a second call", dense, plain_weights),
         ("another layout", views, weights),
     ):
-        for name, ours, other in zip(_NAMES, found, _results(case, tensors, some_weights), strict=True):
+        for name, ours, other in zip(_NAMES, results, _results(case, tensors, some_weights), strict=True):
             if not _agree(case, device, name, ours, other):
                 raise WrongError(f"{name}: {what} differs by {_largest(ours.double() - other.double()):.3g}")
     for view, storage in zip(views, before, strict=True):
@@ -110,10 +110,10 @@ def _run_thrice(case: Case, device: str) -> tuple[list[Tensor], list[Tensor], tu
             raise WrongError("an input was written to")
     with torch.inference_mode():
         out, lse = _call(case, dense)
-    for name, ours, other in zip(_NAMES, found, (out, lse), strict=False):
+    for name, ours, other in zip(_NAMES, results, (out, lse), strict=False):
         if not _agree(case, device, name, ours, other):
             raise WrongError(f"{name}: inference mode gives another result")
-    return dense, found, weights
+    return dense, results, weights
 
 
 def _agree(case: Case, device: str, name: str, first: Tensor, second: Tensor) -> bool:
@@ -136,10 +136,10 @@ def _largest(tensor: Tensor) -> float:
 
 
 def _check_numbers(case: Case, device: str) -> None:
-    dense, found, weights = _run_thrice(case, device)
+    dense, results, weights = _run_thrice(case, device)
     dtype = torch.bfloat16 if case.autocast else FLOATS[case.dtype]
     dense = [tensor.to(dtype) for tensor in dense]
-    for name, tensor in zip(_NAMES, found, strict=True):
+    for name, tensor in zip(_NAMES, results, strict=True):
         wanted = torch.promote_types(dtype, torch.float32) if name == "lse" else dtype
         if name.startswith("gradient"):
             wanted = FLOATS[case.dtype]
@@ -148,7 +148,7 @@ def _check_numbers(case: Case, device: str) -> None:
     definition, rows = _definition(case, dense)
     weights = (weights[0] * rows[..., None], weights[1] * rows)
     if not rows.all():
-        found = _results(case, dense, weights)
+        results = _results(case, dense, weights)
 
     def evaluate(precision: torch.dtype) -> list[Tensor]:
         leaves = [tensor.detach().to(precision).requires_grad_() for tensor in dense]
@@ -161,7 +161,7 @@ def _check_numbers(case: Case, device: str) -> None:
 
     exact, plain = evaluate(torch.float64), evaluate(dtype)
     sizes = _Sizes.of(case, dense, exact, weights)
-    for name, ours, theirs, wanted in zip(_NAMES, found, plain, exact, strict=True):
+    for name, ours, theirs, wanted in zip(_NAMES, results, plain, exact, strict=True):
         if name in ("output", "lse"):
             ours, theirs, wanted = (tensor[rows] for tensor in (ours, theirs, wanted))
         _check_error(name, ours, theirs, wanted, dtype, sizes)
@@ -291,7 +291,7 @@ def _moba_choice(
 
 def _check_poison(case: Case, device: str) -> None:
     """Where exact attention is not finite, neither is this; a query that sees nothing of it stays finite."""
-    dense, found, _ = _run_thrice(case, device)
+    dense, results, _ = _run_thrice(case, device)
     query, key, value = dense
     name, _, settings = case.attention.partition(":")
     visible = torch.ones(case.length, case.length, dtype=torch.bool, device=device)
@@ -311,7 +311,7 @@ def _check_poison(case: Case, device: str) -> None:
     reached = own[:, None] == own  # a masked product of matrices may spread NaN inside a block
     reached = reached | visible
     bad_scale = case.scale is not None and abs(case.scale) < 1e-30
-    out, lse = found[0].isfinite(), found[1].isfinite()
+    out, lse = results[0].isfinite(), results[1].isfinite()
     clean = ~(bad_query | (bad_key[:, :, None] & reached).any(-1))
     if not (out[clean].all() and lse[clean].all()):
         raise WrongError("a query that sees nothing but finite numbers is not finite")

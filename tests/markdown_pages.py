@@ -41,10 +41,10 @@ class PythonBlock:
 
 def markdown_files() -> list[Path]:
     """All of them, without what is built or installed."""
-    found = set(ROOT.glob("*.md"))
+    pages = set(ROOT.glob("*.md"))
     for folder in _FOLDERS[1:]:
-        found |= set((ROOT / folder).rglob("*.md"))
-    return sorted(found)
+        pages |= set((ROOT / folder).rglob("*.md"))
+    return sorted(pages)
 
 
 def python_blocks(path: Path) -> list[PythonBlock]:

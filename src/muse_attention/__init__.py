@@ -3,9 +3,9 @@
     from muse_attention import muse_attention
     out = muse_attention(query, key, value, is_causal=True)
 
-`attention.py` is that function: it checks the arguments, and settles the configuration (`config.py`, `defaults.py`) and
-the backend of a call. `ops.py` makes forward and backward operators of PyTorch. `backends/reference/` defines what they
-compute, densely: the method of this library and the paper's. The steps of the first, in order, are in
+`attention.py` is that function: it checks the arguments, and resolves the configuration (`config.py`, `defaults.py`)
+and the backend of a call. `ops.py` makes forward and backward PyTorch operators. `backends/reference/` defines what
+they compute, densely: the method of this library and the paper's. The steps of the first, in order, are in
 `backends/torch/blockwise/`:
 
 1. Cluster the keys of each block, and the queries before each generation of blocks:
@@ -16,17 +16,18 @@ compute, densely: the method of this library and the paper's. The steps of the f
    tolerance or more: `backends/torch/blockwise/columns.py`.
 4. Attend exactly to the keys of the selected buckets, a tile of queries at a time:
    `backends/torch/blockwise/retrieval.py`.
-5. All of it is one softmax with the own block, `core/local.py`. `backends/torch/blockwise/far_field.py` runs the steps.
+5. Merge these terms with the own block (`core/local.py`) into one softmax. `backends/torch/blockwise/far_field.py` runs
+   the steps.
 
-Those of the paper's method are beside it, in `backends/torch/`: clusters of the whole sequence, summaries accumulated
-over blocks, and as many retrieved buckets for every query.
+The steps of the paper's method are in `backends/torch/`. It clusters the whole sequence, accumulates summaries over
+blocks, and retrieves the same number of buckets for every query.
 
 `backends/triton/` has the same for CUDA. `core/` is what backends share: structures, arguments, precision.
 
 `registry.py` finds an attention by its name. `chunked.py` attends to a sequence in chunks, `documents/varlen.py` to
-documents in one row of tokens, `distributed/` to sequences over a device mesh. `huggingface/` runs models of
-transformers, and `integrations/` the trainers of others. `baselines/` are attentions to compare with, and `fidelity/`
-measures how far they are from exact.
+documents in one row of tokens, `distributed/` to sequences over a device mesh. `huggingface/` puts MuSe
+into models of transformers, `integrations/` into other trainers. `baselines/` are attentions to compare with, and
+`fidelity/` measures their error against exact attention.
 Pretraining, evaluation, benchmarks and the `muse` command are another package, `muse_lab`.
 """
 
@@ -84,16 +85,16 @@ _HOMES = {
     "muse_attn_func": "documents.varlen",
     "muse_attn_varlen_func": "documents.varlen",
 }
-"""The module of each public name: imported when the name is used first, and PyTorch with it."""
+"""The module of each public name. It is imported, and PyTorch with it, when the name is first used."""
 
 
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
         if name in _HOMES:
-            found = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
-            globals()[name] = found
-            return found
+            attribute = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+            globals()[name] = attribute
+            return attribute
         if not name.startswith("_") and importlib.util.find_spec(f"{__name__}.{name}") is not None:
             return importlib.import_module(f"{__name__}.{name}")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -19,7 +19,7 @@ from muse_attention.core.sides import single_cluster
 from muse_attention.core.structures import Clusters, Partial
 
 FEW_SUMMARIES = 1 << 20
-"""So many of a head are computed in seconds, even where exact attention would take less."""
+"""Up to this many summaries of a head take seconds to compute, even where exact attention would be faster."""
 
 
 @overload
@@ -118,7 +118,7 @@ def attend_by_reference(
     scale: float,
     clusters: Clusters | None = None,
 ) -> Partial:
-    """Attention of checked arguments by its definition."""
+    """Attention by the reference backend, of arguments that are checked already."""
     query, key, value = ops.cast_for_autocast(query, key, value)
     wide = compute_dtype(query.dtype)
     with torch.autocast(query.device.type, enabled=False):
@@ -148,7 +148,7 @@ def find_clusters(
 ) -> Clusters:
     """The clustering that `muse_attention` would find: to inspect, or to pass back as `clusters` and hold fixed.
 
-    With a tolerance it depends on `is_causal`: then nothing is clustered together with what comes later.
+    With a tolerance it depends on `is_causal`: causal query centroids are found from earlier blocks.
     """
     query, factor = check_arguments(query, key, key, None, 0.0, is_causal, scale, True)
     settings = resolve_config(config, query.shape[2])
@@ -162,7 +162,7 @@ def find_clusters(
 
 
 def resolve_config(config: MuSeConfig | str | None, length: int) -> MuSeConfig:
-    """The configuration that a call's `config` stands for at its length."""
+    """The configuration that the argument `config` names for a sequence of this length."""
     if config is None:
         return MuSeConfig.for_length(length)
     if isinstance(config, str):
@@ -177,7 +177,7 @@ def resolve_config(config: MuSeConfig | str | None, length: int) -> MuSeConfig:
             f"config has retrieved_clusters={config.retrieved_clusters} of key_clusters={config.key_clusters}; "
             f"retrieve at most {config.key_clusters}"
         )
-    blocks = -(-length // config.block_size)  # (The compiler cannot ask a constant for a method.)
+    blocks = -(-length // config.block_size)  # (The compiler cannot call a method of a constant.)
     summaries = (config.query_clusters if config.tilt else 1) * config.key_clusters * blocks
     if blocks > 1 and summaries > FEW_SUMMARIES and summaries >= 2 * length * length:
         raise ValueError(
@@ -189,7 +189,7 @@ def resolve_config(config: MuSeConfig | str | None, length: int) -> MuSeConfig:
 
 
 def _check_clusters(clusters: Clusters, query: Tensor, key: Tensor, config: MuSeConfig, *, is_causal: bool) -> None:
-    """Shapes, devices, dtypes, and that every assignment is in range: a kernel would write out of bounds."""
+    """Check shapes, devices, dtypes and the range of assignments, beyond which a kernel would write out of bounds."""
     if not isinstance(clusters, Clusters):
         raise ValueError(f"clusters is a {type(clusters).__name__}; it must be Clusters, as find_clusters returns them")
     shapes = ClusterShapes.of(config, query.shape[2], query.shape[3], is_causal=is_causal)
@@ -206,10 +206,10 @@ def _check_clusters(clusters: Clusters, query: Tensor, key: Tensor, config: MuSe
         allowed = (torch.int32, torch.int64) if name.endswith("assignment") else (torch.float32, torch.float64)
         if tensor.dtype not in allowed:
             raise ValueError(f"clusters.{name} has dtype {tensor.dtype}; it must be {' or '.join(map(str, allowed))}")
-        found = tuple(tensor.shape)
-        if found != shape:
+        actual = tuple(tensor.shape)
+        if actual != shape:
             raise ValueError(
-                f"clusters.{name} has shape {found} where these tensors and this config need {shape}; "
+                f"clusters.{name} has shape {actual} where these tensors and this config need {shape}; "
                 "find them with the same config, length and is_causal"
             )
     if shapes.key_spread is not None:
@@ -232,4 +232,4 @@ def _check_contents(are_good: Tensor, message: str) -> None:
         if not are_good:
             raise ValueError(message)
     elif are_good.device.type != "meta":
-        torch._assert_async(are_good, message)  # the device checks it by itself: nothing waits
+        torch._assert_async(are_good, message)  # the device checks it, so the host need not wait

@@ -1,4 +1,4 @@
-"""A causal sequence attended to in chunks, as one call would."""
+"""Causal attention to a sequence in chunks, with the results of a single call."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ChunkedAttention:
 
     With a tolerance nothing depends on what comes later: a block that is full never changes, and each chunk has the
     output, and the gradients, that it would have in one call. They differ by rounding alone. Each chunk clusters and
-    summarises all that came before it again. If it begins inside a block, the earlier rows of that block are computed
+    summarises everything before it again. If it begins inside a block, the earlier rows of that block are computed
     again too, so chunks of whole blocks are best.
 
     Queries, keys and values are kept: keys and values with their graph, where they need a gradient.
@@ -74,15 +74,15 @@ class ChunkedAttention:
     def _check_continues(self, *tensors: Tensor) -> None:
         assert self._rows is not None
         for name, old, new in zip(("query", "key", "value"), self._rows, tensors, strict=True):
-            for what, of_old, of_new in (
+            for attribute, expected, actual in (
                 ("shape", (*old.shape[:2], old.shape[3]), (*new.shape[:2], new.shape[3])),
                 ("dtype", old.dtype, new.dtype),
                 ("device", old.device, new.device),
             ):
-                if of_old != of_new:
+                if actual != expected:
                     raise ValueError(
-                        f"ChunkedAttention: {name} has {what} {of_new} (without the length), that of earlier chunks is "
-                        f"{of_old}; begin another sequence with another ChunkedAttention"
+                        f"ChunkedAttention: {name} has {attribute} {actual} (without the length), that of earlier "
+                        f"chunks is {expected}; begin another sequence with another ChunkedAttention"
                     )
 
 
@@ -105,7 +105,7 @@ def resolve_chunked(config: MuSeConfig | str) -> MuSeConfig:
 def attend_since(
     row: int, query: Tensor, key: Tensor, value: Tensor, config: MuSeConfig, *, scale: float | None, backend: str
 ) -> Partial:
-    """Output and lse of the queries from a row on, of a whole causal sequence up to now."""
+    """Output and lse of the queries from `row` on. The tensors hold the causal sequence up to now."""
     query, factor = check_arguments(query, key, value, None, 0.0, True, scale, True)
     chosen = resolve_backend(backend, query, value, config)
     if chosen == "reference":

@@ -52,7 +52,7 @@ _SYMBOLS = {
 }
 _TERM = re.compile(r"(QK|SP|Q|K|R|B)(\d{1,12}[km]?)|(T)(inf|\d{1,16}(?:\.\d{1,20})?(?:e[+-]?\d{1,3})?)")
 PAPER = "paper"
-"""In place of the notation: `MuSeConfig.paper` of whatever length a text is read for."""
+"""In place of the notation, it stands for `MuSeConfig.paper` of the length that a text is read for."""
 _EXAMPLE = 'write it like "Q16K128T0.1B4k", "Q128K128R8SP1B8k" or "QK32R2B1k,clustering=lloyd"'
 
 
@@ -78,8 +78,8 @@ class MuSeConfig:
         caution: With a tolerance. The expected error of a summary is what its weight would gain if its logit were this
             many standard deviations higher, divided by their number; 0: its weight times one deviation, the limit for
             small ones. A larger value finds more single keys that attract a query.
-        tile: With a tolerance. So many queries of one block and cluster retrieve together, though none for an earlier
-            one; a power of two up to 128. 1: each for itself.
+        tile: With a tolerance. The number of queries of one block and cluster that retrieve together, though none for
+            an earlier one; a power of two up to 128. 1: each for itself.
         first_order: With a tolerance. Add to the values of summaries what the keys on the query's side of its centroid
             contribute, by one matrix for all the buckets that a block sees. None: True with a tolerance, False without.
         second_order: With a tolerance. Add to the mass of a summary what the spread of its keys contributes for a query
@@ -124,7 +124,7 @@ class MuSeConfig:
     seed: int = 0
     lloyd_iterations: int = 4
     lloyd_sample: int = 64
-    text: ClassVar[str]  # each has its own, but it is no field: it follows from them
+    text: ClassVar[str]  # set for each instance, but not a field: it follows from the fields
 
     def __post_init__(self) -> None:
         if self.clustering == "auto":
@@ -227,7 +227,7 @@ class MuSeConfig:
             raise ValueError(f"MuSeConfig.parse: text={text!r} is not a string; {_EXAMPLE}")
         if follows_length(text):
             if not _is_of_paper(text):
-                _parse(text)  # what cannot be read at all is said first
+                _parse(text)  # raises first if the text cannot be read at all
             raise ValueError(
                 f"MuSeConfig.parse: {text!r} depends on the length; use MuSeConfig.named(text, length), or name the "
                 "block size, as in QK32R2B1k"
@@ -309,7 +309,7 @@ class MuSeConfig:
 
 
 _DEFAULTS = {field.name: field.default for field in dataclasses.fields(MuSeConfig)}
-"""Of every field. (A table, because `torch.compile` cannot ask a class for its fields.)"""
+"""The default of every field. (A table, because `torch.compile` cannot list the fields of a class.)"""
 
 
 def follows_length(text: str) -> bool:
@@ -333,7 +333,7 @@ def _check_length(method: str, length: object) -> None:
 def _scale_as_paper(length: int) -> tuple[int, int]:
     """Clusters and block size of `MuSeConfig.paper`."""
     clusters = 16
-    while 8 * clusters * clusters < length:  # up to 128 sqrt(length / 64k), whatever is nearer
+    while 8 * clusters * clusters < length:  # the power of two nearest to 128 sqrt(length / 64k)
         clusters *= 2
     return clusters, nearest_power_of_two(length, 8, smallest=256)
 
@@ -342,14 +342,14 @@ def _parse(text: str, paper_scale: tuple[int, int] | None = None) -> Any:
     return _parse_cached(text, paper_scale)
 
 
-# What `torch.compiler.assume_constant_result` does, without importing the compiler: `torch.compile` need not look into
-# a pure function of a text.
+# What `torch.compiler.assume_constant_result` does, without importing the compiler: `torch.compile` need not trace a
+# pure function of a text.
 _parse._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @functools.lru_cache(maxsize=256)
 def _parse_cached(text: str, paper_scale: tuple[int, int] | None) -> MuSeConfig:
-    """The defaults, or the paper's method at this scale, with what a text changes of them."""
+    """The defaults, or the paper's method at this scale, with the changes that a text names."""
     changes = _read_changes(text)
     if paper_scale is None:
         if changes.get("tolerance") is not None and "retrieved_clusters" in changes:
@@ -372,7 +372,7 @@ def _parse_cached(text: str, paper_scale: tuple[int, int] | None) -> MuSeConfig:
 
 
 def _read_changes(text: str) -> dict[str, Any]:
-    """The fields that a text names, and what it says they are."""
+    """The fields that a text names, with their values."""
     notation, *options = (part.strip() for part in text.split(","))
     if "=" in notation:
         notation, options = "", [notation, *options]

@@ -1,4 +1,4 @@
-"""Which configuration serves a length where none is given: one table."""
+"""The default configuration for each length: one table."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from typing import NamedTuple
 from muse_attention.sizes import nearest_power_of_two
 
 SMALLEST_BLOCK = 1024
-"""Of those that follow the length: sequences up to it are attended to exactly."""
-
+"""The smallest block size that follows the length. Sequences up to it are attended to exactly."""
 
 LONGEST_EXACT = 8 * 1024
 """Up to here nothing is faster than exact attention on a GPU: packed documents up to it are attended to exactly."""
@@ -18,9 +17,9 @@ class Default(NamedTuple):
     longest: int | None
     """longest sequence that it serves; None for any"""
     text: str
-    """of the configuration, as `MuSeConfig.named` reads it for the length"""
+    """text of the configuration, as `MuSeConfig.named` reads it for the length"""
     blocks: int | None = None
-    """blocks that a sequence has, about: the block size is the nearest power of two. None: as the text says"""
+    """approximate number of blocks: the block size is the nearest power of two. None: the text names it"""
 
 
 DEFAULTS = (

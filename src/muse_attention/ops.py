@@ -34,11 +34,11 @@ from muse_attention.core.structures import Clusters, Partial, Selection
 
 NAMESPACE = "muse_attention"
 _watcher = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", None)
-"""Says whether the compiler watches this thread. To ask is cheaper than to switch it off and on."""
+"""Says whether the compiler watches this thread. Asking is cheaper than switching it off and on."""
 
 
 def as_contiguous(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """As the operators read them. Here a copy is made once, and `torch.compile` makes it part of what comes before."""
+    """Contiguous tensors, as the operators read them. Here `torch.compile` can fuse the copy with what comes before."""
     return tuple(tensor.contiguous() for tensor in tensors)
 
 
@@ -46,12 +46,12 @@ def cluster(query: Tensor, key: Tensor, config: MuSeConfig, *, is_causal: bool, 
     query, key = query.detach(), key.detach()
     if _is_plain(query, key):
         query, key = cast_for_autocast(query, key)
-        found = _cluster(query, key, config.text, is_causal, scale, backend)
+        tables = _cluster(query, key, config.text, is_causal, scale, backend)
     else:
-        found = CLUSTER(query, key, config.text, is_causal, scale, backend)
-    centroids, assignment, key_centroids, key_assignment, spread = found
-    is_found = spread.dim() > 1  # what the configuration says, which the compiler cannot ask for a property
-    return Clusters(centroids, assignment, key_centroids, key_assignment, spread if is_found else None)
+        tables = CLUSTER(query, key, config.text, is_causal, scale, backend)
+    centroids, assignment, key_centroids, key_assignment, spread = tables
+    has_spread = spread.dim() > 1  # as the configuration says, whose properties the compiler cannot read
+    return Clusters(centroids, assignment, key_centroids, key_assignment, spread if has_spread else None)
 
 
 def choose_blocks(query: Tensor, means: Tensor, config: MuSeConfig, *, is_causal: bool, backend: str) -> Selection:
@@ -99,9 +99,9 @@ def attend(call: Call, backend: str, selection: Selection | None = None) -> tupl
 
 
 def _is_plain(*tensors: Tensor) -> bool:
-    """Whether a call of an operator would do no more than call its implementation.
+    """Whether calling an operator would do no more than call its implementation.
 
-    Not so for the compiler and tracing, modes and subclasses that see operators (checkpointing by policy, fake tensors,
+    False for the compiler and tracing, modes and subclasses that see operators (checkpointing by policy, fake tensors,
     DTensor), `torch.func`, profilers, which name them, and tensors without data or with a sign yet to be applied.
     """
     return (
@@ -121,9 +121,9 @@ def _cluster(
     query: Tensor, key: Tensor, config: str, is_causal: bool, scale: float, backend: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     with _no_autocast(query):
-        found = backend_named(backend).find_clusters(query, key, _config(config), is_causal=is_causal, scale=scale)
-    spread = query.new_empty(0) if found.key_spread is None else found.key_spread
-    return found.query_centroids, found.query_assignment, found.key_centroids, found.key_assignment, spread
+        clusters = backend_named(backend).find_clusters(query, key, _config(config), is_causal=is_causal, scale=scale)
+    spread = query.new_empty(0) if clusters.key_spread is None else clusters.key_spread
+    return clusters.query_centroids, clusters.query_assignment, clusters.key_centroids, clusters.key_assignment, spread
 
 
 def _shapes_of_cluster(
@@ -183,12 +183,12 @@ def _forward(
 def _clusters(
     query_centroids: Tensor, query_assignment: Tensor, key_assignment: Tensor, key_spread: Tensor | None
 ) -> Clusters:
-    """Attention reads the assignment of keys alone, never their centroids."""
+    """Clusters for attention, which never reads the centroids of keys."""
     return Clusters(query_centroids, query_assignment, query_centroids.new_empty(0), key_assignment, key_spread)
 
 
 def _no_view(tensor: Tensor) -> Tensor:
-    """The same memory as a tensor of its own: autograd lets nobody change the view that a function returns."""
+    """The same memory as a tensor of its own: autograd forbids changes in place to a view that a function returns."""
     if not tensor._is_view():
         return tensor
     place = (tensor.storage_offset(), tensor.shape, tensor.stride())
@@ -278,12 +278,12 @@ class _Attention(torch.autograd.Function):
             grad_out = torch.zeros_like(saved[-3])
         (grad_out,) = as_contiguous(grad_out)
         is_plain = not torch.is_grad_enabled() and _is_plain(grad_out, *saved[:3])
-        found = (_backward if is_plain else BACKWARD)(grad_out, grad_lse, *saved, *ctx.settings)
-        return None, *found, *([None] * 11)
+        to_inputs = (_backward if is_plain else BACKWARD)(grad_out, grad_lse, *saved, *ctx.settings)
+        return None, *to_inputs, *([None] * 11)
 
 
 class _OnceOnly(torch.autograd.Function):
-    """`BACKWARD`, whose derivative nobody has."""
+    """`BACKWARD`, which cannot be differentiated."""
 
     @staticmethod
     def forward(ctx: Any, keys: torch._C.DispatchKeySet, *inputs: Any) -> tuple[Tensor, ...]:
@@ -299,10 +299,10 @@ class _OnceOnly(torch.autograd.Function):
 
 
 def _refuse_other_derivatives(*tensors: Tensor) -> None:
-    """PyTorch would take the tangent of an operator it knows no forward derivative of for zero."""
+    """Refuse derivatives that the operators lack: PyTorch would take the tangents for zero."""
     if torch.compiler.is_compiling():
         return
-    has_tangents = forward_ad._current_level >= 0  # (To ask a tensor takes the host microseconds.)
+    has_tangents = forward_ad._current_level >= 0  # (Asking a tensor takes the host microseconds.)
     for tensor in tensors:
         if torch._C._functorch.is_gradtrackingtensor(tensor) or (
             has_tangents and forward_ad.unpack_dual(tensor).tangent is not None
@@ -314,7 +314,7 @@ def _refuse_other_derivatives(*tensors: Tensor) -> None:
 
 
 def cast_for_autocast(*tensors: Tensor) -> tuple[Any, ...]:
-    """What autocast makes of the inputs of attention: floating point, except float64, in the autocast dtype."""
+    """Cast the inputs of attention as autocast does: floating point, except float64, to the autocast dtype."""
     device_type = tensors[0].device.type
     if not torch.is_autocast_enabled(device_type):
         return tensors
@@ -326,7 +326,7 @@ _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 
 
 def _opaque(run: Callable[..., Any]) -> Callable[..., Any]:
-    """The compiler does not look inside, even if it watches whoever calls the operator."""
+    """Hide `run` from the compiler, even where it traces the caller."""
     unwatched: Callable[..., Any] = _disable_dynamo(run)
     if _watcher is None:
         return unwatched

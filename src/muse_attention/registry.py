@@ -1,7 +1,7 @@
 """Attention by name: one string names any attention of the library, with its settings.
 
 - `exact`
-- `muse`: `MuSeConfig.for_length` of whatever length it is called with
+- `muse`: `MuSeConfig.for_length` of the length it is called with
 - `muse:paper`: likewise `MuSeConfig.paper`; options may follow, `muse:paper,seed=1`
 - `muse:Q16K64T0.2B4k`; without a tolerance the paper's method, `muse:QK32R2B1k,clustering=streaming`; without `B`, as
   `muse:Q16K64T0.2`, the block size follows the length
@@ -61,7 +61,7 @@ class Attention(Protocol):
 
 
 def get_attention(name: str) -> Attention:
-    """The attention with this name, as a function; `ATTENTIONS` are the kinds there are."""
+    """The attention with this name, as a function; `ATTENTIONS` lists the kinds."""
     if not isinstance(name, str):
         raise ValueError(f"the name of an attention is a string, not {name!r}")
     kind, colon, settings = name.partition(":")
@@ -99,8 +99,8 @@ def _read_moba(name: str, settings: str) -> Attention:
 
 
 def _read_flex_attention(name: str, settings: str) -> Attention:
-    like = "a window like 'flex_attention:W4k', or blocks like 'flex_attention:B8k'"
-    kind, size = _read(_FLEX, name, settings, like)
+    example = "a window like 'flex_attention:W4k', or blocks like 'flex_attention:B8k'"
+    kind, size = _read(_FLEX, name, settings, example)
     pattern: Any = "window" if kind == "W" else "blocks"
     return functools.partial(sparse_flex_attention, pattern=pattern, size=parse_size(size))
 
@@ -121,11 +121,11 @@ def _read_flash_sparse(name: str, settings: str) -> Attention:
     return functools.partial(flash_sparse_attention, threshold=float(threshold))
 
 
-def _read(pattern: re.Pattern[str], name: str, settings: str, like: str) -> tuple[str, ...]:
-    """What the settings have in the places of a pattern."""
+def _read(pattern: re.Pattern[str], name: str, settings: str, example: str) -> tuple[str, ...]:
+    """The groups of a pattern in the settings."""
     match = pattern.fullmatch(settings)
     if match is None:
-        raise ValueError(f"cannot read {name!r}: write {like}")
+        raise ValueError(f"cannot read {name!r}: write {example}")
     return match.groups()
 
 
@@ -141,7 +141,7 @@ _READERS: dict[str, Callable[[str, str], Attention]] = {
 
 
 def split_names(texts: Iterable[str]) -> list[str]:
-    """Of an option that may be repeated, and have commas: `["exact,muse:QK32R2,seed=1", "moba"]`, each name once.
+    """The names of an option that may be repeated and hold commas, `["exact,muse:QK32R2,seed=1", "moba"]`, each once.
 
     A comma separates two names if a kind of attention follows; else it is inside the settings of one.
     """
@@ -151,8 +151,8 @@ def split_names(texts: Iterable[str]) -> list[str]:
 def config_at(name: str, length: int | None = None) -> MuSeConfig | None:
     """The configuration that a name of MuSe stands for at a length; None for other attentions.
 
-    Without a length it is None as well for a name that stands for another configuration at every length: `muse`,
-    `muse:paper`, `muse:QK32R2`.
+    Without a length it is also None for names whose configuration depends on the length: `muse`, `muse:paper`,
+    `muse:QK32R2`.
     """
     kind, _, settings = name.partition(":")
     if kind != "muse" or (length is None and (not settings or follows_length(settings))):
@@ -161,7 +161,7 @@ def config_at(name: str, length: int | None = None) -> MuSeConfig | None:
 
 
 def full_name(name: str, length: int) -> str:
-    """The name with all settings it has at this length, in one spelling; a ValueError if there is no such attention."""
+    """The name with all its settings at this length, in one spelling; a ValueError for an unknown attention."""
     get_attention(name)
     config = config_at(name, length)
     return name if config is None else f"muse:{config}"

@@ -20,12 +20,12 @@ def parse_size(text: str) -> int:
 
 
 def parse_size_list(texts: Iterable[str]) -> tuple[int, ...]:
-    """Of an option that may be repeated, and have commas: `["8k,16k", "1m"]`, each once."""
+    """The sizes of an option that may be repeated and hold commas, as in `["8k,16k", "1m"]`, each once."""
     return tuple(dict.fromkeys(parse_size(part) for text in texts for part in text.split(",")))
 
 
 def nearest_power_of_two(numerator: int, denominator: int, *, smallest: int) -> int:
-    """To a fraction, by ratio, the lower one halfway; `smallest`, itself a power of two, or more."""
+    """The power of two nearest to a fraction by ratio, the lower one halfway; at least `smallest`, a power of two."""
     power = smallest
     while 2 * (denominator * power) ** 2 < numerator**2:
         power *= 2

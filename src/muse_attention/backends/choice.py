@@ -29,7 +29,7 @@ def resolve_backend(backend: str, query: Tensor, value: Tensor, config: MuSeConf
 
 @functools.cache
 def backend_named(name: str) -> Backend:
-    """`torch` or `triton`. Each is imported where it is used: without a GPU, Triton need not be there."""
+    """`torch` or `triton`. Each is imported where it is used: without a GPU, Triton need not be installed."""
     if name == "triton":
         from muse_attention.backends.triton.backend import TritonBackend
 

@@ -1,4 +1,4 @@
-"""What the operators in `ops.py` ask of a backend."""
+"""The interface of a backend, for the operators in `ops.py`."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class Backend(Protocol):
         """The `retrieved_clusters` blocks outside each query's own (and before it if `is_causal`) whose mean has the
         largest logit, best first; fewer if there are no more `means`.
 
-        `means`: (batch, key heads, blocks, D). An own block of `block_size` is `key_clusters` of these blocks. It is
-        what `retrieved` names, and `opened` the block inside it. A logit that is no number counts as the largest.
+        `means`: (batch, key heads, blocks, D). A block of `block_size` holds `key_clusters` of these: `retrieved` names
+        the former, `opened` the latter inside it. A NaN counts as the largest logit.
         """
 
     def forward(self, call: Call, chosen: Selection | None) -> Attended:
@@ -46,10 +46,10 @@ class Backend(Protocol):
         """Gradients of query, key and value. Clusters and selection are constants."""
 
     def lse_dtype(self, query: Tensor) -> torch.dtype:
-        """What `forward` returns the lse in."""
+        """The dtype of the lse that `forward` returns."""
 
     def memory_size(self, call: Call, retrieved: Tensor) -> int:
-        """Integers in the memory that `forward` returns with that tensor of its selection."""
+        """The number of integers in the memory that `forward` returns with this tensor of its selection."""
 
     def sequences_at_once(self, heads: int) -> int:
-        """How many sequences, each with so many heads of queries and keys together, are best served by one call."""
+        """How many sequences one call serves best, if each has `heads` heads of queries and keys together."""

@@ -20,7 +20,7 @@ Pattern = Literal["window", "blocks"]
 _MASKS_KEPT = 4
 """The mask of a million tokens has hundreds of megabytes."""
 _MOST_SHAPES = 64
-"""To compile for, in one process."""
+"""The most shapes to compile for in one process."""
 
 
 def sparse_flex_attention(
@@ -42,7 +42,7 @@ def sparse_flex_attention(
     check_flex(query.device.type)
     mask = _block_mask(pattern, size, is_causal, query.shape[2], query.device)
     # Always with the lse, which the kernel needs for its backward pass anyway: one compilation less.
-    out, found = _compile_and_call(
+    out, aux = _compile_and_call(
         flex_attention,
         *(query, key, value),
         block_mask=mask,
@@ -50,7 +50,7 @@ def sparse_flex_attention(
         enable_gqa=enable_gqa,
         return_aux=AuxRequest(lse=True),
     )
-    return (out, found.lse) if return_lse else out
+    return (out, aux.lse) if return_lse else out
 
 
 def check_flex(device: str) -> None:
@@ -82,7 +82,7 @@ def _block_mask(pattern: Pattern, size: int, is_causal: bool, length: int, devic
 
 
 def _compile_and_call(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """Compiled for each shape. As one graph: past the limit PyTorch raises, and does not run it uncompiled."""
+    """Compile for each shape, and call. As one graph: past the limit PyTorch raises, and runs nothing uncompiled."""
     with torch._dynamo.config.patch(recompile_limit=_MOST_SHAPES):
         return _compiled(function)(*arguments, **options)
 

@@ -39,9 +39,9 @@ def moba_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention to the own block of `local_block_size`, and to `retrieved_blocks` blocks of `retrieval_block_size`.
 
-    Candidates are the retrieval blocks outside the query's own block, and before it if `is_causal`. Those are retrieved
-    whose mean key has the largest logit. As in MoBA's own code, means are rounded to the precision of the keys, and
-    logits are summed in float32: where two means round to the same, which one is retrieved is left open.
+    Candidates are the retrieval blocks outside the query's own block, and before it if `is_causal`. Those whose
+    mean key has the largest logit are retrieved. As in MoBA's own code, means are rounded to the precision of the keys,
+    and logits are summed in float32: where two means round to the same, which one is retrieved is left open.
     """
     query, factor = check_arguments(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     for name, size in (

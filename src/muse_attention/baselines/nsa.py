@@ -1,7 +1,7 @@
 """Native sparse attention (Yuan et al., 2025): the blocks whose mean key fits a group of queries best.
 
 Its kernels are those of flash-linear-attention. A trained model has gates for its branches. Here the gate of the
-retrieved blocks is 1 and that of the block means is 0: of what NSA computes, that is the part that approximates softmax
+retrieved blocks is 1 and that of the block means is 0, which leaves the part of NSA that approximates softmax
 attention. The branch of the means still runs, as it chooses the blocks. There is no sliding window.
 """
 

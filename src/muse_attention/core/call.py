@@ -57,7 +57,7 @@ class Attended(NamedTuple):
     """(batch, query heads, N, Dv), and the lse, (batch, query heads, N)"""
     selection: Selection
     memory: Tensor
-    """int32: what the backend's backward pass need not find again"""
+    """int32 tables that the backend's backward pass reads instead of computing them again"""
 
 
 def without_far_field(call: Call, own: Partial, chosen: Selection | None) -> Attended:

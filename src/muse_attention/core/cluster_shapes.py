@@ -1,4 +1,4 @@
-"""How much room the clusters of a head take."""
+"""Shapes of the clusters of a head."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ClusterShapes(NamedTuple):
     def of(cls, config: MuSeConfig, length: int, head_dim: int, *, is_causal: bool) -> ClusterShapes:
         if config.tolerance is None:
             return cls((config.query_clusters if config.tilt else 1, head_dim), (config.key_clusters, head_dim), None)
-        blocks = -(-length // config.block_size)  # (The compiler cannot ask a constant for a method.)
+        blocks = -(-length // config.block_size)  # (The compiler cannot call a method of a constant.)
         generations = Generations(blocks, is_causal)
         return cls(
             (generations.number, config.query_clusters, head_dim),

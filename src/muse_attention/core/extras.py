@@ -4,5 +4,5 @@ from __future__ import annotations
 
 
 def how_to_install(extra: str) -> str:
-    """For the line that says what is missing: an extra of the package, from an index or from a clone."""
+    """The commands that install an extra of the package, from an index or from a clone."""
     return f"pip install 'muse-attention[{extra}]', in a clone pip install '.[{extra}]'"

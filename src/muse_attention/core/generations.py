@@ -13,19 +13,19 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Generations:
-    """Of a sequence of so many blocks."""
+    """The generations of a sequence of `blocks` blocks."""
 
     blocks: int
     is_causal: bool
 
     @property
     def number(self) -> int:
-        """How many there are, at least 1."""
+        """The number of generations, at least 1."""
         return max(1, (self.blocks - 1).bit_length()) if self.is_causal else 1
 
     @property
     def seen_blocks(self) -> int:
-        """Blocks that are seen from afar by any other: nobody sees the last one of a causal sequence."""
+        """The number of blocks that any other block sees: no block sees the last one of a causal sequence."""
         return self.blocks - 1 if self.is_causal else self.blocks
 
     def of_block(self, block: int) -> int:
@@ -33,18 +33,18 @@ class Generations:
         return max(0, block.bit_length() - 1) if self.is_causal else 0
 
     def past(self, generation: int) -> int:
-        """Blocks, from the first on, whose queries and keys a generation is found from."""
+        """The number of blocks, from the first on, from whose queries and keys a generation is found."""
         return 1 << generation if self.is_causal else self.blocks
 
     def sees(self, generation: int) -> int:
-        """Blocks, from the first on, that any block of a generation sees."""
+        """The number of blocks, from the first on, that any block of a generation sees."""
         return min(2 << generation, self.blocks) - 1 if self.is_causal else self.blocks
 
     def first_summary(self, generation: int) -> int:
-        """Where the summaries of a generation begin: blocks in all generations before it."""
+        """Where the summaries of a generation begin: the number of blocks in all generations before it."""
         return sum(self.sees(earlier) for earlier in range(generation))
 
     @property
     def summarised_blocks(self) -> int:
-        """Blocks that all generations have summaries of, together."""
+        """The number of blocks summarised, added over all generations."""
         return self.first_summary(self.number)

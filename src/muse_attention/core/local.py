@@ -23,12 +23,12 @@ from muse_attention.core.structures import Partial
 _QUERY_CHUNK = 1024
 """Queries at a time where no fused operator exists."""
 _MULTIPLE = 8
-"""Head dimensions that the operators of CUDA want are multiples of this."""
+"""The CUDA operators need head dimensions that are multiples of this."""
 _ALIGNMENT = 16
-"""Bytes at which rows begin in memory, for the same operators."""
+"""Bytes: the same operators need rows that begin at multiples of this in memory."""
 _WIDEST_CUDNN, WIDEST_FLASH = 128, 256
 _SHORTEST_CUDNN = 128
-"""Below that many queries there is nothing to gain from cuDNN."""
+"""Below this many queries cuDNN is no faster."""
 
 
 def attend(call: Call) -> Partial:
@@ -54,8 +54,8 @@ def attend_backward(
         value, out, grad_out = with_gradient_of_lse(grad_lse, value, out, grad_out)
     parts: list[tuple[Tensor, ...]] = []
     tensors = _since(call.first_row, grad_out, query, key, value, out, merged.lse[..., None])
-    for *some, lse in _blocks(tensors, call.config.block_size):
-        rows = (*some, lse[..., 0])
+    for *inputs, lse in _blocks(tensors, call.config.block_size):
+        rows = (*inputs, lse[..., 0])
         parts.append(fused_attention_backward(*rows, is_causal=call.is_causal, scale=call.scale))
     unfold = _unfolder((query, key, value))
     gradients = (
@@ -185,9 +185,9 @@ def _generation(device: torch.device) -> tuple[int, int]:
 
 
 def equal_dims(tensors: tuple[Tensor, ...], operator: str) -> tuple[Tensor, ...]:
-    """Rows of one length, each contiguous, which is what the operators read.
+    """Rows of one length, each contiguous, as the operators read them.
 
-    Zero columns fill them up: zeros change neither logits nor outputs.
+    Zero columns fill them up: they change neither logits nor outputs.
     """
     dim = max(tensor.shape[-1] for tensor in tensors)
     if operator in ("cudnn", "flash"):
@@ -199,14 +199,14 @@ def equal_dims(tensors: tuple[Tensor, ...], operator: str) -> tuple[Tensor, ...]
 
 
 def _narrowed(tensor: Tensor, dim: int) -> Tensor:
-    """The first columns. (Every view takes the host some microseconds.)"""
+    """The first `dim` columns. (Every view takes the host some microseconds.)"""
     return tensor if tensor.shape[-1] == dim else tensor[..., :dim]
 
 
 def _with_contiguous_rows(tensor: Tensor) -> Tensor:
-    """Neither a column nor the next row may be anywhere else, as in a transposed or an expanded tensor.
+    """Copy a tensor if its columns are strided or its rows overlap, as when transposed or expanded.
 
-    On CUDA a tensor that begins in the middle of another must begin where a wide load can.
+    On CUDA also copy one that begins where a wide load cannot, as a slice may.
     """
     if tensor.device.type == "cuda" and tensor.data_ptr() % _ALIGNMENT:
         return tensor.clone(memory_format=torch.contiguous_format)
@@ -291,8 +291,8 @@ def _blocks(tensors: tuple[Tensor, ...], block_size: int) -> list[list[Tensor]]:
     length = tensors[0].shape[2]
     if length % block_size == 0 and _same_heads(tensors):
         return [[tensor.reshape(-1, length // block_size, block_size, tensor.shape[3]) for tensor in tensors]]
-    whole = length // block_size * block_size
-    cuts = [(0, whole, block_size), (whole, length, length - whole)]
+    in_blocks = length // block_size * block_size
+    cuts = [(0, in_blocks, block_size), (in_blocks, length, length - in_blocks)]
     same_heads = _same_heads(tensors)
 
     def cut(tensor: Tensor, begin: int, end: int, size: int) -> Tensor:
@@ -303,7 +303,7 @@ def _blocks(tensors: tuple[Tensor, ...], block_size: int) -> list[list[Tensor]]:
 
 
 def _unfolder(tensors: tuple[Tensor, ...]) -> Callable[[Tensor, Tensor], Tensor]:
-    """What undoes `_blocks`: a function of the blocks and of a tensor with the batch and heads they came from."""
+    """The inverse of `_blocks`: a function of the blocks and of a tensor with the batch and heads they came from."""
 
     def from_heads(blocks: Tensor, like: Tensor) -> Tensor:
         return blocks.reshape(*like.shape[:2], -1, blocks.shape[3])
@@ -319,12 +319,12 @@ def _same_heads(tensors: tuple[Tensor, ...]) -> bool:
 
 
 def _since(first_row: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """From a row on."""
+    """The rows from `first_row` on."""
     return tensors if first_row == 0 else tuple(tensor[:, :, first_row:] for tensor in tensors)
 
 
 def _join(parts: list[Tensor], first_row: int) -> Tensor:
-    """`torch.cat` along the sequence, without the copy it makes of a single contiguous part; 0 before a row."""
+    """`torch.cat` along the sequence, without the copy it makes of a single contiguous part; 0 before `first_row`."""
     joined = parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, 2)
     if first_row == 0:
         return joined

@@ -1,4 +1,4 @@
-"""Partial softmaxes into one."""
+"""Merge partial softmaxes into one."""
 
 from __future__ import annotations
 

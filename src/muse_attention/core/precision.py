@@ -6,5 +6,5 @@ import torch
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What everything but the fused operators computes in, or at least sums in: float32 or better."""
+    """The dtype in which everything but the fused operators computes, or at least sums: float32 or better."""
     return torch.promote_types(dtype, torch.float32)

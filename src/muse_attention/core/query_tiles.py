@@ -1,4 +1,4 @@
-"""Tiles of queries: up to so many queries of one block and query cluster, in order of position.
+"""Tiles of queries: up to `config.tile` queries of one block and query cluster, in order of position.
 
 With a tolerance the queries of a tile retrieve together. A selection holds, for each tile and bucket, the first row of
 the tile that wants the keys of the bucket: that row and all after it attend to the keys, those before it to the

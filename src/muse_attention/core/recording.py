@@ -1,4 +1,4 @@
-"""What the attention operator was called with and what it selected, for measurements of what an attention did."""
+"""Records of what the attention operator was called with and what it selected, for measurements."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from muse_attention.core.structures import Selection
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedCall(Call):
-    """One call of `ops.attend`: every attention of the library ends in one, save the backend `reference`."""
+    """One call of `ops.attend`. The backend `reference` and the attentions of other libraries make none."""
 
     backend: str
     selection: Selection
-    """what came out"""
+    """what the call selected"""
 
 
 @contextlib.contextmanager
 def recorded_calls() -> Iterator[list[RecordedCall]]:
     """A list of the calls made in this context, in order. Calls inside compiled code are not recorded."""
     calls: list[RecordedCall] = []
-    before = _calls.set(calls)
+    token = _calls.set(calls)
     try:
         yield calls
     finally:
-        _calls.reset(before)
+        _calls.reset(token)
 
 
 @contextlib.contextmanager
 def unrecorded_calls() -> Iterator[None]:
     """Calls made in this context are not recorded."""
-    before = _calls.set(None)
+    token = _calls.set(None)
     try:
         yield
     finally:
-        _calls.reset(before)
+        _calls.reset(token)
 
 
 def record(call: Call, backend: str, selection: Selection) -> None:

@@ -1,4 +1,4 @@
-"""How much room the selection of a head takes."""
+"""Shapes of the selection of a head."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from muse_attention.core.structures import Selection
 
 
 class SelectionShapes(NamedTuple):
-    """The shapes that a selection has for each head, its dtype, and what it has where nothing is selected."""
+    """The shapes that a selection has for each head, its dtype, and the number that stands for no selection."""
 
     opened: tuple[int, ...]
     retrieved: tuple[int, ...]
@@ -23,7 +23,7 @@ class SelectionShapes(NamedTuple):
 
     @classmethod
     def of(cls, config: MuSeConfig, length: int, *, is_causal: bool) -> SelectionShapes:
-        """Room for the clusters of the paper's rule and blocks of each, or for a row of each tile and bucket."""
+        """Clusters and blocks of each in the paper's method; with a tolerance, a row for each tile and bucket."""
         blocks = config.number_of_blocks(length)
         if config.tolerance is not None:
             buckets = Generations(blocks, is_causal).seen_blocks * config.key_clusters
@@ -39,6 +39,6 @@ class SelectionShapes(NamedTuple):
         return Selection(*(query.new_empty(*of_heads, *shape, dtype=self.dtype) for shape in self[:2]))
 
     def none(self, query: Tensor) -> Selection:
-        """The selection of nothing."""
+        """A selection that selects nothing."""
         selection = self.new(query)
         return Selection(selection.opened.fill_(self.nothing), selection.retrieved.fill_(self.nothing))

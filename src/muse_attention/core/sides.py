@@ -1,4 +1,4 @@
-"""The two sides of a clustering: queries and keys. A side of one cluster need not be found."""
+"""The two sides of a clustering: queries and keys. A side of one cluster needs no search."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def join_sides(query: Tensor, *tables: Tensor) -> Clusters:
 
 
 def single_cluster(query: Tensor, key: Tensor) -> Clusters:
-    """One cluster for all, centred at the origin: enough where summaries are not used, and free to find."""
+    """One cluster for all, centred at the origin: enough where summaries are not used."""
     return Clusters(*_one_cluster(query), *_one_cluster(key))
 
 

@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 _MULTIPLE = 8
-"""Head dimensions that the fused operators want are multiples of this."""
+"""The fused operators need head dimensions that are multiples of this."""
 
 
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """The output, (batch, heads, N, Dv), of an attention whose heads have these sinks, (heads,), added."""
+    """The output of an attention, (batch, heads, N, Dv), with sinks, (heads,), added to its softmax."""
     share = torch.sigmoid(lse - sinks.to(lse.dtype)[:, None])
     return out * share[..., None].to(out.dtype)
 

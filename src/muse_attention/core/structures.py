@@ -1,4 +1,4 @@
-"""What passes between the stages of the method: small frozen structures.
+"""Small frozen structures that pass between the stages of the method.
 
 Axes: `G` key heads of all sequences, `N` tokens, `Q` query clusters of a key head (those of all the query heads that
 share it), `K` key clusters, `nb` blocks, `D` and `Dv` the head dimensions of keys and values. The reference has
@@ -20,7 +20,7 @@ class Side(NamedTuple):
     vectors: Tensor
     """(batch, heads, N, D)"""
     factor: float
-    """what they are multiplied by"""
+    """of the vectors, which are multiplied by it"""
     clusters: int
     cap: int | None
     """most vectors of a block that one cluster may hold"""
@@ -42,7 +42,7 @@ class Clusters:
     key_centroids: Tensor
     """(batch, key heads, K, D); with a tolerance (batch, key heads, nb, K, D)"""
     key_assignment: Tensor
-    """(batch, key heads, N) int32: the cluster of each key; 0 in a block that nobody sees"""
+    """(batch, key heads, N) int32: the cluster of each key; 0 in a block that no other sees"""
     key_spread: Tensor | None = None
     """With a tolerance (batch, key heads, S, D): variance of the keys inside their clusters in each dimension, scaled
     to a mean of 1, over the past of each generation. None without."""
@@ -66,13 +66,13 @@ class Summaries:
         return self.log_mass, self.key_mean, self.value_mean
 
     def zeros_like(self) -> Summaries:
-        """Zeros for the gradient."""
+        """Zeros of the same shapes, for the gradient."""
         return Summaries(*(torch.zeros_like(part) for part in self.parts()))
 
 
 @dataclass(frozen=True)
 class Selection:
-    """What is attended to token by token.
+    """The keys that are attended to token by token.
 
     In the paper's method, the key clusters each query opens and, in each of them, the blocks it retrieves; -1 means
     none, comes last, and only where there are no more to choose from. With a tolerance, the first row of each tile of

@@ -1,7 +1,7 @@
 """Whether all ranks hold tensors of equal shapes and dtypes, compared once for a process group.
 
-An exchange of parts that differ ends in the words of the communication library, hangs, or mixes heads. To compare them
-is an exchange of its own, for which the host waits. So it is done in the first call on a process group: all ranks come
+An exchange of parts that differ fails inside the communication library, hangs, or mixes heads. Comparing them is an
+exchange of its own, for which the host waits. So it is done in the first call on a process group: all ranks come
 to that call together, and each knows that it is the first. It cannot be done for each new shape: a rank that alone has
 one would wait for the others.
 """
@@ -17,14 +17,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 _BYTES = 512
-"""of the text that describes the tensors of a rank"""
+"""Length of the text that describes the tensors of a rank."""
 
 _agreed: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 """Process groups whose ranks have held equal tensors."""
 
 
 def check_agreement(mesh: DeviceMesh, **tensors: Tensor) -> None:
-    """Raise ValueError on every rank if one has other shapes or dtypes; nothing after the first call that agreed.
+    """Raise ValueError on every rank if one has other shapes or dtypes, until a first call has agreed.
 
     Collective: every rank of the mesh must call it. A compiled graph does not compare.
     """

@@ -23,8 +23,8 @@ def sequence_to_heads(tensor: Tensor, mesh: DeviceMesh, copies: int = 1) -> Tens
     Args:
         tensor: (batch, heads, length / ranks, ...), this rank's tokens of all heads
         mesh: of one dimension
-        copies: each head is taken for this many equal ones in a row, as for key heads that several ranks need; their
-            gradients are summed
+        copies: each head is repeated this many times in a row, as for key heads that several ranks need; gradients of
+            the copies are summed
 
     Returns:
         (batch, copies * heads / ranks, length, ...), all tokens of this rank's heads; `tensor` itself on one rank.
@@ -79,9 +79,9 @@ def check_heads(name: str, heads: int, ranks: int) -> None:
     """Raise ValueError if the ranks do not divide the heads."""
     if heads % ranks:
         fitting = [number for number in range(1, heads + 1) if heads % number == 0]
-        *some, last = map(str, fitting)
+        *fewer, last = map(str, fitting)
         raise ValueError(
-            f"{name} has {heads} heads, which the {ranks} ranks of the mesh do not divide; use {', '.join(some)} or "
+            f"{name} has {heads} heads, which the {ranks} ranks of the mesh do not divide; use {', '.join(fewer)} or "
             f"{last} ranks"
         )
 
@@ -104,7 +104,7 @@ def _exchanged(parts: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 class _AllToAll(torch.autograd.Function):
-    """The first axis in as many equal parts as ranks: part `r` goes to rank `r`, and part `r` of the result is from it.
+    """Cut the first axis into one part for each rank: part `r` goes to rank `r`, and part `r` of the result is from it.
 
     It is its own inverse and its own transpose, so its backward pass is itself.
     """

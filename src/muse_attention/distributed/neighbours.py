@@ -1,4 +1,4 @@
-"""What the rank before holds: a sliding window at the start of a part of a sequence looks back into the part before.
+"""Tensors of the rank before: a sliding window at the start of a part of a sequence looks back into the part before.
 
 Only the tokens of one window go from rank to rank, so it moves far less than an exchange of sequence for heads.
 """
@@ -16,7 +16,7 @@ from muse_attention.distributed.all_to_all import mesh_ranks
 
 
 def from_rank_before(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
-    """The tensor of the rank before this one, and on the first rank that of the last, in a ring; differentiable.
+    """The tensor of the rank before this one, in a ring: the first rank gets that of the last. Differentiable.
 
     All ranks must hold equal shapes. Each sends its tensor once, and its gradient back once. Collective: every rank of
     the mesh must call it, and what it returns must be part of what is differentiated on every rank.
@@ -27,7 +27,7 @@ def from_rank_before(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 class _Ring(torch.autograd.Function):
-    """To the rank that is `step` further; gradients go back to where the tensors came from."""
+    """Send to the rank that is `step` further; gradients go the opposite way."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, rank: int, ranks: int, step: int, group: Any) -> Tensor:

@@ -49,9 +49,9 @@ def remote_attention(
     """Attention of queries to all of some other keys; their lengths may differ.
 
     Attentions of this library have as many queries as keys. So the queries are cut into pieces as long as the keys,
-    which become more heads, and queries repeated from the start fill up the last piece; what comes out of those is
-    dropped. It costs what attention costs to `ceil(queries / keys)` sequences of as many queries as keys: least if the
-    lengths are equal, or if that of the keys divides that of the queries.
+    which become additional heads. Queries repeated from the start fill up the last piece, and their output is dropped.
+    The cost is that of attention to `ceil(queries / keys)` sequences of the length of the keys: least if the lengths
+    are equal, or if that of the keys divides that of the queries.
 
     In MuSe a query attends exactly to the block of keys with the number of its own block, as in any call.
 
@@ -77,14 +77,14 @@ def remote_attention(
     attend = get_attention(attention) if isinstance(attention, str) else attention
     queries, keys = query.shape[2], key.shape[2]
     pieces = -(-queries // keys)
-    whole = _repeated_to(query, pieces * keys).unflatten(2, (pieces, keys)).flatten(1, 2)
+    cut = _repeated_to(query, pieces * keys).unflatten(2, (pieces, keys)).flatten(1, 2)
     arguments = {"enable_gqa": True} | arguments
-    out, lse = attend(whole, key, value, is_causal=False, return_lse=True, **arguments)
+    out, lse = attend(cut, key, value, is_causal=False, return_lse=True, **arguments)
     return tuple(result.unflatten(1, (-1, pieces)).flatten(2, 3)[:, :, :queries] for result in (out, lse))
 
 
 def _repeated_to(query: Tensor, length: int) -> Tensor:
-    """The queries, again from the start until there are so many."""
+    """The queries, repeated from the start up to this length."""
     if query.shape[2] == length:
         return query
     return query.repeat(1, 1, -(-length // query.shape[2]), 1)[:, :, :length]

@@ -98,12 +98,12 @@ def _key_copies(key_heads: int, ranks: int) -> int:
 
 
 def _check_shards(query: Tensor, key: Tensor, value: Tensor, ranks: int) -> None:
-    """What attention cannot see any more after the exchange."""
+    """Check what attention cannot check after the exchange."""
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if not isinstance(tensor, Tensor) or tensor.dim() != 4:
-            found = f"shape {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else f"type {type(tensor).__name__}"
+            actual = f"shape {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else f"type {type(tensor).__name__}"
             raise ValueError(
-                f"{name} has {found}; it must be a tensor with four axes: (batch, heads, length, head_dim)"
+                f"{name} has {actual}; it must be a tensor with four axes: (batch, heads, length, head_dim)"
             )
         if tensor.shape[2] != query.shape[2]:
             raise ValueError(f"{name} has length {tensor.shape[2]}, query {query.shape[2]}; a rank holds equal parts")

@@ -1,9 +1,9 @@
 """Documents in the arguments of an attention function of transformers.
 
-They are told by `cu_seq_lens_q` and `cu_seq_lens_k`, else by `position_ids` that restart, and by a padding mask, which
+They are given by `cu_seq_lens_q` and `cu_seq_lens_k`, else by `position_ids` that restart, and by a padding mask, which
 leaves one document in each row. `find_documents` and `documents_in_rows` make them `DocumentBoundaries`.
 
-Where there is another mask, the mask must separate the documents. transformers makes it so where it gets restarting
+Where there is another mask, the mask must separate the documents. transformers does so where it gets restarting
 `position_ids`, no `attention_mask` and no KV cache. Everywhere else it lets documents see each other, under every
 attention without variable lengths: `refuse_packed_documents` makes that an error.
 """
@@ -24,7 +24,7 @@ REFUSAL = (
 
 
 def find_documents(batch: int, queries: int, arguments: dict[str, Any]) -> DocumentBoundaries | None:
-    """The documents that the arguments tell of, in all rows one after another; None if each row is one document.
+    """The documents that the arguments describe, in all rows one after another; None if each row is one document.
 
     Args:
         batch: rows of the input
@@ -35,18 +35,18 @@ def find_documents(batch: int, queries: int, arguments: dict[str, Any]) -> Docum
     ends, of_keys = (arguments.get(name) for name in ("cu_seq_lens_q", "cu_seq_lens_k"))
     positions = arguments.get("position_ids")
     if ends is not None:
-        found = DocumentBoundaries.read(ends, "cu_seq_lens_q")
-        by_keys = found if of_keys is None or of_keys is ends else DocumentBoundaries.read(of_keys, "cu_seq_lens_k")
-        if by_keys != found:
+        boundaries = DocumentBoundaries.read(ends, "cu_seq_lens_q")
+        other = boundaries if of_keys is None or of_keys is ends else DocumentBoundaries.read(of_keys, "cu_seq_lens_k")
+        if other != boundaries:
             raise ValueError("cu_seq_lens_q and cu_seq_lens_k differ: documents attend to themselves; pass the same")
-        if found.tokens != batch * queries:
-            raise ValueError(f"cu_seq_lens_q ends at {found.tokens}, the batch has {batch * queries} tokens")
+        if boundaries.tokens != batch * queries:
+            raise ValueError(f"cu_seq_lens_q ends at {boundaries.tokens}, the batch has {batch * queries} tokens")
     elif isinstance(positions, Tensor) and not positions.is_meta and positions.shape[-1] == queries > 1:
         refuse_capture(positions, "position_ids")
-        found = documents_in_rows(starts_by_positions(positions).expand(batch, -1), None, None)
+        boundaries = documents_in_rows(starts_by_positions(positions).expand(batch, -1), None, None)
     else:
         return None
-    return None if are_whole_rows(found, batch) else found
+    return None if are_whole_rows(boundaries, batch) else boundaries
 
 
 def documents_in_rows(starts: Tensor, real: Tensor | None, positions: Tensor | None) -> Any:
@@ -60,15 +60,15 @@ def documents_in_rows(starts: Tensor, real: Tensor | None, positions: Tensor | N
     edges = torch.nn.functional.pad(starts, (1, 0), value=True)
     if real is not None:
         edges = edges | torch.nn.functional.pad(real[:, 1:] != real[:, :-1], (1, 0), value=True)
-    at = edges.flatten().nonzero()[:, 0]
-    columns = [at]
+    place = edges.flatten().nonzero()[:, 0]
+    columns = [place]
     for tensor, otherwise in ((real, 1), (positions, 1)):
-        columns.append(torch.full_like(at, otherwise) if tensor is None else tensor.flatten()[at].to(at.dtype))
+        columns.append(torch.full_like(place, otherwise) if tensor is None else tensor.flatten()[place].to(place.dtype))
     rows, queries = edges.shape
     begins, ends = [], []
-    found = torch.stack(columns, 1).tolist()
+    runs = torch.stack(columns, 1).tolist()
     has_document, follows_padding = False, False
-    for (begin, is_real, position), (end, *_) in zip(found, [*found[1:], [rows * queries]], strict=True):
+    for (begin, is_real, position), (end, *_) in zip(runs, [*runs[1:], [rows * queries]], strict=True):
         if begin % queries == 0:
             has_document, follows_padding = False, False
         if is_real:
@@ -102,9 +102,9 @@ def refuse_packed_documents(batch: int, queries: int, attention_mask: Tensor | N
     for name in ("position_ids", "cu_seq_lens_q"):
         told = arguments.get(name)
         if name == "cu_seq_lens_q" and told is not None and not isinstance(told, Tensor):
-            read = DocumentBoundaries.read(told, name)
+            boundaries = DocumentBoundaries.read(told, name)
             device = None if attention_mask is None else attention_mask.device
-            told = torch.tensor([*read.begins, read.tokens], dtype=torch.int32, device=device)
+            told = torch.tensor([*boundaries.begins, boundaries.tokens], dtype=torch.int32, device=device)
         if not isinstance(told, Tensor) or told.is_meta:
             continue
         if name == "cu_seq_lens_q":
@@ -130,7 +130,7 @@ def starts_by_positions(position_ids: Tensor) -> Tensor:
 
 
 def _starts_by_lengths(ends: Tensor, batch: int, queries: int) -> Tensor:
-    """The same from the ends of documents, 0 before them, in all rows one after another."""
+    """The same from 0 and the ends of documents, which count over all rows."""
     starts = torch.zeros(batch * queries + 1, dtype=torch.bool, device=ends.device)
     return starts.index_fill(0, ends.long().clamp(max=batch * queries), True)[:-1].view(batch, queries)[:, 1:]
 

@@ -1,7 +1,7 @@
 """`DocumentBoundaries`: where the documents in a row of tokens lie, known on the host.
 
 Which kernels attend to a document depends on its length, so the host must know the lengths. FlashAttention's callers
-pass them as `cu_seqlens`, an int32 tensor on the GPU. To read it waits for the GPU, and it is read in every call: a
+pass them as `cu_seqlens`, an int32 tensor on the GPU. Reading it waits for the GPU, and every call reads it: a
 tensor does not tell whether its memory was written since. Boundaries from a list, from a tensor on the CPU, or made
 with this class once for all layers, never wait. They are checked where they are read, so that a check never waits by
 itself.
@@ -30,9 +30,9 @@ class DocumentBoundaries:
     ends: tuple[int, ...]
     """token after the last one of each document"""
     tokens: int
-    """in the row"""
+    """tokens in the row"""
     table: Tensor = field(init=False, repr=False, compare=False)
-    """begins, ends and tokens, int64 on the CPU: what a compiled graph is handed, to which integers are constants"""
+    """begins, ends and tokens, int64 on the CPU, for compiled graphs: integers would be constants in them"""
 
     def __post_init__(self) -> None:
         given = (*self.begins, *self.ends, self.tokens)
@@ -50,17 +50,17 @@ class DocumentBoundaries:
             raise ValueError(f"documents must follow each other inside a row of {self.tokens} tokens; these do not")
         if self.tokens > MOST_TOKENS:
             raise ValueError(f"a row of {self.tokens} tokens is too long; at most {MOST_TOKENS}, as int32 holds")
-        with torch.inference_mode(False):  # whose tensors no backward pass could keep
+        with torch.inference_mode(False):  # no backward pass could keep an inference tensor
             object.__setattr__(self, "table", torch.tensor(given, device="cpu"))
 
     @classmethod
     def from_lengths(cls, lengths: Iterable[int]) -> Self:
         """Documents of these lengths, one after another."""
         has_numbers = isinstance(lengths, Iterable) and not isinstance(lengths, Tensor)
-        found: list[Any] = list(lengths) if has_numbers else [None]
-        if not _are_integers(found):
+        numbers: list[Any] = list(lengths) if has_numbers else [None]
+        if not _are_integers(numbers):
             raise ValueError("lengths must be a list of integers (of a tensor: tolist())")
-        ends = [0, *accumulate(found)]
+        ends = [0, *accumulate(numbers)]
         return cls(tuple(ends[:-1]), tuple(ends[1:]), ends[-1])
 
     @classmethod
@@ -101,7 +101,7 @@ class DocumentBoundaries:
         return max(self.lengths)
 
     def cut_at(self, begins: Iterable[int]) -> Self:
-        """The same, but a document also begins at each of these tokens that are in one."""
+        """The same documents, cut at those of these tokens that are inside one."""
         inside = sorted({*self.begins, *begins})
         cut: list[tuple[int, int]] = []
         for begin, end in zip(self.begins, self.ends, strict=True):
@@ -110,7 +110,7 @@ class DocumentBoundaries:
         return type(self)(tuple(begin for begin, _ in cut), tuple(end for _, end in cut), self.tokens)
 
     def in_columns(self, rows: int, begin: int, end: int) -> Self:
-        """Of `rows` equal rows, one after another, tokens `begin` to `end` of each; documents are cut at both."""
+        """The documents in tokens `begin` to `end` of each of `rows` equal rows, cut at both."""
         length = self.tokens // rows
         starts = range(0, self.tokens, length)
         cut = [
@@ -131,7 +131,7 @@ class DocumentBoundaries:
         return number
 
     def mask(self, rows: int, is_causal: bool, device: torch.device | str = "cpu") -> Tensor:
-        """What each token sees, (rows, length, length) boolean, for an attention that knows no documents.
+        """What each token sees, (rows, length, length) boolean, for an attention without documents.
 
         Padding sees itself, so that no query sees nothing.
         """
@@ -148,7 +148,7 @@ Boundaries = DocumentBoundaries | Tensor | Sequence[int]
 
 
 def check_ends(cu_seqlens: Tensor, name: str) -> None:
-    """Without reading them."""
+    """Check the dtype and shape of the ends of documents without reading them."""
     if cu_seqlens.layout != torch.strided:
         raise ValueError(f"{name} is a {cu_seqlens.layout} tensor; it must be dense: use to_dense()")
     if cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1:
@@ -179,19 +179,19 @@ def read_boundaries(
 
 
 def _as_integers(ends: Any, name: str) -> list[int]:
-    found: list[Any] = list(ends) if isinstance(ends, list | tuple) else [None]
-    if not _are_integers(found):
+    numbers: list[Any] = list(ends) if isinstance(ends, list | tuple) else [None]
+    if not _are_integers(numbers):
         raise ValueError(f"{name} must be an int32 tensor, a list of integers, or DocumentBoundaries")
-    return found
+    return numbers
 
 
-def _are_integers(found: Iterable[Any]) -> bool:
-    return all(isinstance(number, int) and not isinstance(number, bool) for number in found)
+def _are_integers(numbers: Iterable[Any]) -> bool:
+    return all(isinstance(number, int) and not isinstance(number, bool) for number in numbers)
 
 
-def refuse_capture(told: Tensor, name: str) -> None:
-    """A tensor cannot be read while a CUDA graph is captured."""
-    if told.is_cuda and torch.cuda.is_current_stream_capturing():
+def refuse_capture(tensor: Tensor, name: str) -> None:
+    """Raise ValueError while a CUDA graph is captured, which does not allow a tensor to be read."""
+    if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
         raise ValueError(
             f"{name} on a GPU cannot be read while a CUDA graph is captured; pass DocumentBoundaries, which the graph "
             "keeps, or capture no graph"

@@ -47,8 +47,8 @@ def attend(
         query: (tokens, heads, D)
         key: (tokens, key heads, D)
         value: (tokens, key heads, Dv)
-        lengths: of all documents
-        window: attend to the last so many tokens only, a token itself among them
+        lengths: lengths of all documents
+        window: attend to the last `window` tokens only, the token itself included
         known: output and lse of an earlier call, to differentiate them again without computing them again
 
     Returns:
@@ -83,7 +83,7 @@ class _Attention(torch.autograd.Function):
             out = out if out.shape[-1] == value.shape[-1] else out[..., : value.shape[-1]].contiguous()
         else:
             out, lse = known.out.contiguous(), known.lse.contiguous()
-            # Of dropout, which there is none of: what the forward operator would return, not read.
+            # Placeholders for the random state of dropout, which the backward operator takes but does not read.
             random_state = [query.new_empty(shape, dtype=torch.uint64) for shape in ((2,), ())]
         ctx.save_for_backward(query, key, value, out, lse, ends, *random_state)
         ctx.settings = (longest, is_causal, options)
@@ -109,12 +109,12 @@ class _Attention(torch.autograd.Function):
 
 
 def cumulative_lengths(lengths: tuple[int, ...], device: torch.device) -> Tensor:
-    """0 and the end of each document, int32, on the device. All layers of a batch share it, and nothing waits."""
+    """0 and the end of each document, int32, on the device. All layers of a batch share it; the host does not wait."""
     return _cumulative_lengths(lengths, device, torch.cuda.current_stream(device).cuda_stream)
 
 
 @functools.lru_cache(maxsize=64)
 def _cumulative_lengths(lengths: tuple[int, ...], device: torch.device, stream: int) -> Tensor:
-    """For one stream: another one could read it before it is there."""
+    """For one stream: another could read it before it is copied."""
     ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, pin_memory=True)
     return ends.to(device, non_blocking=True)

@@ -1,12 +1,12 @@
 """Attention inside documents as operators of PyTorch, for `torch.compile`: `packed_forward` and `packed_backward`.
 
-Which kernels run depends on the boundaries, and every batch has others. So the boundaries are a tensor, which only the
+Which kernels run depends on the boundaries, which differ in every batch. So the boundaries are a tensor, which only the
 operators read: one graph serves all batches.
 
 What a forward pass would keep for its backward pass has a size that depends on the boundaries too, and a graph must
 know the sizes of its tensors. `packed_backward` therefore keeps the inputs and the outputs alone, and attends to long
-documents once more. Short documents that share one call need no more than these. Of boundaries it keeps a copy, which
-`packed_forward` returns: a caller may reuse the tensor for the next batch before the backward pass.
+documents once more. Short documents that share one call need no more than these. It keeps a copy of the boundaries,
+which `packed_forward` returns: a caller may reuse the tensor for the next batch before the backward pass.
 """
 
 from __future__ import annotations
@@ -85,9 +85,9 @@ def _backward(
     boundaries = DocumentBoundaries.read(_as_boundaries(ends))
     query, key, value = (tensor.detach().requires_grad_() for tensor in (query, key, value))
     # An operator runs below autograd. What it calls is differentiated here all the same.
-    above = torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False)
-    with unrecorded_calls(), above, torch.enable_grad(), torch.autocast(query.device.type, enabled=False):
-        found = attend_to_documents(
+    with_autograd = torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False)
+    with unrecorded_calls(), with_autograd, torch.enable_grad(), torch.autocast(query.device.type, enabled=False):
+        attended = attend_to_documents(
             query,
             key,
             value,
@@ -99,7 +99,7 @@ def _backward(
             return_lse=grad_lse is not None,
             known=Partial(out, lse),
         )
-        outputs = [output for output in found if output is not None]
+        outputs = [output for output in attended if output is not None]
         gradients = torch.autograd.grad(outputs, (query, key, value), (grad_out, grad_lse)[: len(outputs)])
     grad_query, grad_key, grad_value = (gradient.contiguous() for gradient in gradients)
     return grad_query, grad_key, grad_value
@@ -113,7 +113,7 @@ def _(
 
 
 def _as_boundaries(ends: Tensor) -> DocumentBoundaries | Tensor:
-    """The boundaries of a table."""
+    """Boundaries from a table; ends of documents stay as they are."""
     return DocumentBoundaries.from_table(ends) if ends.dtype == torch.int64 else ends
 
 
@@ -132,4 +132,4 @@ def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _
 
 packed_forward.register_autograd(_differentiate, setup_context=_keep)
 FORWARD = torch.ops.muse_attention.packed_forward.default
-"""For selective checkpointing: its outputs may be kept."""
+"""Selective checkpointing may keep its outputs."""

@@ -1,7 +1,7 @@
 """Attention inside the documents of a row of tokens, in as few calls as there are kinds of documents.
 
-Documents that MuSe has nothing to gain from are attended to exactly: those of one block, and where no `config` is given
-those up to `defaults.LONGEST_EXACT`. On CUDA one call serves all of them (`exact.py`). Longer ones go through
+Documents that gain nothing from MuSe are attended to exactly: those of one block and, if no `config` is given, those up
+to `defaults.LONGEST_EXACT`. On CUDA one call serves all of them (`exact.py`). Longer ones go through
 `muse_attention`, on the Triton backend those of equal length together. Nothing is padded.
 """
 
@@ -32,7 +32,7 @@ EXACT = MuSeConfig(query_clusters=1, key_clusters=1, retrieved_clusters=0, block
 
 
 def config_of_document(config: MuSeConfig | str | None, length: int) -> MuSeConfig:
-    """The configuration for a document of this length; `EXACT` for one that MuSe has nothing to gain from."""
+    """The configuration for a document of this length; `EXACT` for one that gains nothing from MuSe."""
     if config is None and length <= LONGEST_EXACT:
         return EXACT
     return resolve_config(config, length)
@@ -52,15 +52,15 @@ def attend_to_documents(
     return_lse: bool = False,
     known: Partial | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """`muse_attn_varlen_func` behind its checks. Tokens in no document have output 0 and lse -inf.
+    """`muse_attn_varlen_func` after its checks. Tokens in no document have output 0 and lse -inf.
 
-    `known` are the output and the lse of an earlier call with the same arguments: what needs no more than these to be
-    differentiated is not computed again.
+    `known` are the output and the lse of an earlier call with the same arguments: short documents, which need only
+    these for their backward pass, are not computed again.
     """
     query, key, value = ops.cast_for_autocast(query, key, value)
     one_call = backend != "reference" and exact.serves(query, value)
 
-    def together(config: MuSeConfig, query: Tensor, key: Tensor, value: Tensor) -> int:
+    def documents_at_once(config: MuSeConfig, query: Tensor, key: Tensor, value: Tensor) -> int:
         """How many documents share one call."""
         chosen = resolve_backend(backend, query, value, config)
         return 1 if chosen == "reference" else backend_named(chosen).sequences_at_once(query.shape[1] + key.shape[1])
@@ -70,7 +70,7 @@ def attend_to_documents(
     attend: Callable[..., Any] = functools.partial(
         muse_attention, is_causal=is_causal, scale=scale, enable_gqa=True, backend=backend, return_lse=True
     )
-    row.attend_to_long(attend, together)
+    row.attend_to_long(attend, documents_at_once)
     return row.joined(return_lse=return_lse)
 
 
@@ -84,9 +84,9 @@ def attend_to_each(
     return_lse: bool,
     **settings: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Any attention with the signature of `scaled_dot_product_attention`, and `return_lse`: one document after another.
+    """Call an attention like `scaled_dot_product_attention`, with `return_lse`, on one document after another.
 
-    Its lse may be None.
+    The lse may be None.
     """
 
     def attend(*tensors: Tensor, config: MuSeConfig) -> tuple[Tensor, Tensor | None]:
@@ -113,7 +113,7 @@ def attend_to_windows(
 ) -> Tensor:
     """Exact attention of each token to itself and the `window - 1` tokens before it in its document.
 
-    `attention` is that of one document, (1, heads, length, head_dim), where no operator serves all of them in one call.
+    `attention` serves one document, (1, heads, length, head_dim), where no operator serves all of them in one call.
     """
     query, key, value = ops.cast_for_autocast(query, key, value)
     row = _Row(query, key, value, _pieces(boundaries, EXACT, exact.serves(query, value)))
@@ -126,7 +126,7 @@ class _Piece(NamedTuple):
     """Tokens of the row that follow each other: one document, short ones that share a call, or padding."""
 
     lengths: tuple[int, ...]
-    """of its documents; of padding, its tokens"""
+    """lengths of its documents; of padding, its tokens"""
     config: MuSeConfig | None
     """for a document by itself; None for short ones"""
     is_padding: bool = False
@@ -138,7 +138,7 @@ class _Piece(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def _pieces(boundaries: DocumentBoundaries, config: MuSeConfig | str | None, one_call: bool) -> tuple[_Piece, ...]:
-    """The row from left to right; all layers of a batch ask for the same. `one_call`: short documents share one."""
+    """The row from left to right, cached for the layers of a batch. `one_call`: short documents share a call."""
     pieces: list[_Piece] = []
     at = 0
     for begin, end in zip(boundaries.begins, boundaries.ends, strict=True):
@@ -160,7 +160,7 @@ def _pieces(boundaries: DocumentBoundaries, config: MuSeConfig | str | None, one
 
 
 class _Row:
-    """The pieces of a row of queries, keys and values, and what came out of each."""
+    """The pieces of a row of queries, keys and values, and the outputs of each."""
 
     def __init__(self, query: Tensor, key: Tensor, value: Tensor, pieces: tuple[_Piece, ...]) -> None:
         self.pieces = pieces
@@ -179,7 +179,7 @@ class _Row:
                 )
 
     def attend_to_short(self, attend: Callable[..., Partial], known: Partial | None = None) -> None:
-        """All short documents in one call, which is also handed their part of `known`."""
+        """Attend to all short documents in one call, which also gets their part of `known`."""
         short = [index for index, piece in enumerate(self.pieces) if piece.config is None and not piece.is_padding]
         if not short:
             return
@@ -188,30 +188,34 @@ class _Row:
             sizes = [piece.tokens for piece in self.pieces]
             outs, lses = known.out.split(sizes), known.lse.split(sizes, 1)
             known = Partial(_joined([outs[index] for index in short], 0), _joined([lses[index] for index in short], 1))
-        found = attend(*tensors, sum((self.pieces[index].lengths for index in short), ()), known=known)
+        attended = attend(*tensors, sum((self.pieces[index].lengths for index in short), ()), known=known)
         sizes = [self.pieces[index].tokens for index in short]
         is_one = len(short) == 1
-        outs, lses = ((found.out,), (found.lse,)) if is_one else (found.out.split(sizes), found.lse.split(sizes, 1))
+        outs, lses = (
+            ((attended.out,), (attended.lse,)) if is_one else (attended.out.split(sizes), attended.lse.split(sizes, 1))
+        )
         for index, own_out, own_lse in zip(short, outs, lses, strict=True):
             self.outs[index], self.lses[index] = own_out, own_lse
 
-    def attend_to_long(self, attend: Callable[..., tuple[Tensor, Tensor | None]], together: Callable[..., int]) -> None:
-        """Documents of one length and configuration in as few calls as `together` allows."""
+    def attend_to_long(
+        self, attend: Callable[..., tuple[Tensor, Tensor | None]], documents_at_once: Callable[..., int]
+    ) -> None:
+        """Attend to the long documents, those of equal length and configuration `documents_at_once` in a call."""
         groups: dict[tuple[int, MuSeConfig], list[int]] = {}
         for index, piece in enumerate(self.pieces):
             if piece.config is not None:
                 groups.setdefault((piece.tokens, piece.config), []).append(index)
         for (_, config), indices in groups.items():
             first = [tensor[indices[0]].transpose(0, 1)[None] for tensor in self.tensors]
-            most = together(config, *first)
-            for begin in range(0, len(indices), most):
-                some = indices[begin : begin + most]
-                stacked = [_stacked([tensor[index].transpose(0, 1) for index in some]) for tensor in self.tensors]
+            at_once = documents_at_once(config, *first)
+            for begin in range(0, len(indices), at_once):
+                batch = indices[begin : begin + at_once]
+                stacked = [_stacked([tensor[index].transpose(0, 1) for index in batch]) for tensor in self.tensors]
                 out, lse = attend(*stacked, config=config)
-                for index, document in zip(some, _unstacked(out.transpose(1, 2)), strict=True):
+                for index, document in zip(batch, _unstacked(out.transpose(1, 2)), strict=True):
                     self.outs[index] = document
                 if lse is not None:
-                    for index, document in zip(some, _unstacked(lse), strict=True):
+                    for index, document in zip(batch, _unstacked(lse), strict=True):
                         self.lses[index] = document
 
     def joined(self, *, return_lse: bool) -> tuple[Tensor, Tensor | None]:

@@ -2,7 +2,7 @@
 
     out = muse_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, longest, longest, causal=True)
 
-A packed call means one call for each document: own blocks, own clusters, own causal past. Nothing passes from one
+A packed call equals one call for each document: own blocks, own clusters, own causal past. Nothing passes from one
 document to another, and what a document costs does not depend on where it lies in the row.
 
 `rows.py` attends to documents exactly or with MuSe, as their lengths say. Under `torch.compile` a call is one
@@ -27,7 +27,7 @@ from muse_attention.documents.rows import attend_to_documents, config_of_documen
 
 
 class FlashAttentionArguments(TypedDict, total=False):
-    """Arguments of FlashAttention 2 that a call may keep, in the value in which they change nothing.
+    """Arguments of FlashAttention 2 that are accepted with the value that changes nothing.
 
     Any other value is a ValueError.
     """
@@ -40,15 +40,15 @@ class FlashAttentionArguments(TypedDict, total=False):
     """0.0"""
     alibi_slopes: None
     deterministic: bool
-    """True promises outputs and gradients that are bitwise reproducible. The CPU keeps it in every call, a GPU after
-    `torch.use_deterministic_algorithms(True)`, without which it is a ValueError there."""
+    """True requires bitwise reproducible outputs and gradients. A CPU always has them, a GPU after
+    `torch.use_deterministic_algorithms(True)`, without which True is a ValueError there."""
     block_table: None
     return_attn_probs: bool
     """False"""
 
 
 class Settings(FlashAttentionArguments, total=False):
-    """What both functions take by name, beside `return_lse`."""
+    """Keyword arguments of both functions, without `return_lse`."""
 
     softmax_scale: float | None
     causal: bool
@@ -104,7 +104,7 @@ def muse_attn_varlen_func(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """MuSe attention inside each of the documents in a row, with the names and the layout of `flash_attn_varlen_func`.
 
-    What follows `max_seqlen_k` is passed by name: versions of FlashAttention differ in what comes there.
+    Arguments after `max_seqlen_k` are passed by name: their order differs between versions of FlashAttention.
 
     The host must know the boundaries. Each call reads a tensor on a GPU, and waits for the GPU there. A list, a tensor
     on the CPU, or `DocumentBoundaries`, made once for all layers, never wait.
@@ -142,12 +142,12 @@ def muse_attn_varlen_func(
             if ends.device not in (q.device, torch.device("cpu")):
                 raise ValueError(f"{name} is on {ends.device}, q on {q.device}; move it there, or to the CPU")
     if torch.compiler.is_compiling():
-        told = (_as_tensor(cu_seqlens_q), _as_tensor(cu_seqlens_k), max_seqlen_q, max_seqlen_k)
+        ends_of_both = (_as_tensor(cu_seqlens_q), _as_tensor(cu_seqlens_k), max_seqlen_q, max_seqlen_k)
         query, k, v = ops.cast_for_autocast(query, k, v)
-        out, lse, _ = operator.packed_forward(query, k, v, *told, _as_text(config), causal, scale, backend)
+        out, lse, _ = operator.packed_forward(query, k, v, *ends_of_both, _as_text(config), causal, scale, backend)
         return (out, lse) if return_lse else out
     boundaries = read_boundaries(len(q), cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    config_of_document(config, boundaries.longest)  # refuses what is no configuration
+    config_of_document(config, boundaries.longest)  # raises for an invalid configuration
     out, lse = attend_to_documents(
         query, k, v, boundaries, config, is_causal=causal, scale=scale, backend=backend, return_lse=return_lse
     )
@@ -180,7 +180,7 @@ def muse_attn_func(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """MuSe attention with the names and the layout of `flash_attn_func`: documents of one length.
 
-    What follows `v` is passed by name.
+    Arguments after `v` are passed by name.
 
     Args:
         q: (batch, length, heads, head_dim)
@@ -221,8 +221,8 @@ def _check(
     axes = layout.count(",") + 1
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, Tensor) or tensor.dim() != axes:
-            found = f"shape {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else f"type {type(tensor).__name__}"
-            raise ValueError(f"{name} has {found}; it must be a tensor with {axes} axes: {layout}")
+            actual = f"shape {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else f"type {type(tensor).__name__}"
+            raise ValueError(f"{name} has {actual}; it must be a tensor with {axes} axes: {layout}")
     if backend not in BACKENDS:
         raise ValueError(f"backend={backend!r} is unknown; use one of {', '.join(BACKENDS)}")
     rows = [tensor[None] if axes == 3 else tensor for tensor in (q, k, v)]
@@ -254,12 +254,12 @@ def _check_neutral(arguments: FlashAttentionArguments, q: Tensor) -> None:
 
 
 def _as_tensor(ends: Boundaries) -> Tensor:
-    """What a graph is handed; only the operator reads it."""
+    """The boundaries as a compiled graph takes them; only the operator reads them."""
     if isinstance(ends, DocumentBoundaries):
         return ends.table
     return ends if isinstance(ends, Tensor) else DocumentBoundaries.read(ends, "cu_seqlens_q").table
 
 
 def _as_text(config: MuSeConfig | str | None) -> str | None:
-    """What an operator takes. Its documents have configurations of their own."""
+    """The configuration as an operator takes it, which reads it for the length of each document."""
     return config if config is None or isinstance(config, str) else resolve_config(config, 1).text

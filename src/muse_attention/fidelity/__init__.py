@@ -1,6 +1,6 @@
 """How far an attention is from exact attention: the error of outputs and gradients, what was retrieved, and lookups.
 
-Of tensors that are given; `muse_lab.evaluation` measures whole models with it.
+It measures given tensors; `muse_lab.evaluation` measures whole models with it.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from muse_attention.registry import Attention
 FAR_OFF = 0.1
 """A query with a larger relative squared error counts as far off."""
 FOUND = "found_share"
-"""The measure that some heads do not have: of them it is NaN."""
+"""The measure that is NaN for heads that look nothing up."""
 
 
 @dataclass(frozen=True)
@@ -42,14 +42,14 @@ class Fidelity:
     error_p999: Tensor
     """likewise 99.9%"""
     share_far_off: Tensor
-    """share of queries for which it is above `FAR_OFF`"""
+    """share of queries whose relative squared error is above `FAR_OFF`"""
     retrieval: Retrieval | None = None
     """None where nothing is retrieved, or is not known"""
 
     def by_head(self) -> dict[str, Tensor]:
         """Each measure by name, (batch, heads), retrieval included. Unknown measures are absent."""
         measures = {**vars(self), **({} if self.retrieval is None else vars(self.retrieval))}
-        return {name: found for name, found in measures.items() if isinstance(found, Tensor)}
+        return {name: tensor for name, tensor in measures.items() if isinstance(tensor, Tensor)}
 
     def pooled(self) -> dict[str, float]:
         """Each measure averaged over all heads, by name, as `pool` does."""
@@ -57,7 +57,7 @@ class Fidelity:
 
 
 def pool(measures: Mapping[str, Tensor]) -> dict[str, float]:
-    """The mean of each measure; that of `found_share` over heads that look anything up, and left out without any."""
+    """The mean of each measure; `found_share` is averaged over heads that look anything up, and absent without any."""
     means = {name: float(tensor.mean()) for name, tensor in measures.items() if name != FOUND}
     if FOUND in measures and not measures[FOUND].isnan().all():
         means[FOUND] = float(measures[FOUND].nanmean())
@@ -95,7 +95,7 @@ def _relative(error: Tensor, energy: Tensor) -> Tensor:
 
 
 def _percentile(ordered: Tensor, thousandths: int) -> Tensor:
-    """The smallest of the ordered last axis that so many of a thousand do not exceed."""
+    """The smallest number of the ordered last axis that at least this many in a thousand do not exceed."""
     return ordered[..., -(-ordered.shape[-1] * thousandths // 1000) - 1]
 
 
@@ -131,7 +131,7 @@ def future_influence(
     replacement: tuple[Tensor, Tensor, Tensor] | None = None,
     **arguments: Any,
 ) -> float:
-    """How much the outputs before `position` change when all tokens from there on are replaced by other ones.
+    """How much the outputs before `position` change when all tokens from there on are replaced.
 
     The paper's method clusters the whole sequence, so a later token can move a centroid, and with it the approximation
     error of an earlier output. No value passes that way, but it is a path from the future, and this is its size: the
@@ -142,7 +142,7 @@ def future_influence(
         replacement: query, key and value of other sequences of the same shapes, whose tokens from `position` on are
             taken; None takes the sequence's own earlier tokens, in reverse. On heads of a model give those of another
             text: there a token's position is part of its query and key.
-        arguments: of the attention, which is called with `is_causal=True` as well
+        arguments: passed to the attention, beside `is_causal=True`
     """
     length = query.shape[2]
     if not 0 < position < length:

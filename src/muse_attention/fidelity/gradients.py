@@ -17,7 +17,7 @@ from muse_attention.baselines import exact_attention
 from muse_attention.registry import Attention
 
 Gradients = tuple[Tensor, Tensor, Tensor]
-"""Of query, key and value."""
+"""Gradients of query, key and value."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class GradientErrors:
 
 @dataclass(frozen=True)
 class ExactGradients:
-    """What several attentions are compared with on the same tensors."""
+    """Gradients of exact attention, with which several attentions are compared on the same tensors."""
 
     grad_out: Tensor
     gradients: Gradients
@@ -61,8 +61,8 @@ def measure_gradients(
 ) -> GradientErrors:
     """Gradients of an attention against those of exact attention on the same tensors; pass `exact` if it is known."""
     exact = exact or ExactGradients.of(query, key, value, **arguments)
-    found = _gradients(attention, query, key, value, exact.grad_out, arguments)
-    return GradientErrors(*(_error(*pair) for pair in zip(found, exact.gradients, strict=True)))
+    gradients = _gradients(attention, query, key, value, exact.grad_out, arguments)
+    return GradientErrors(*(_error(*pair) for pair in zip(gradients, exact.gradients, strict=True)))
 
 
 def _gradients(
@@ -71,10 +71,10 @@ def _gradients(
     with torch.enable_grad():
         query, key, value = (tensor.detach().requires_grad_() for tensor in (query, key, value))
         out = attention(query, key, value, **arguments)
-        of_query, of_key, of_value = torch.autograd.grad(out, (query, key, value), grad_out)
-    return of_query, of_key, of_value
+        grad_query, grad_key, grad_value = torch.autograd.grad(out, (query, key, value), grad_out)
+    return grad_query, grad_key, grad_value
 
 
-def _error(found: Tensor, exact: Tensor) -> Tensor:
-    error = (found.double() - exact.double()).square().sum((2, 3))
+def _error(gradient: Tensor, exact: Tensor) -> Tensor:
+    error = (gradient.double() - exact.double()).square().sum((2, 3))
     return torch.where(error == 0, 0, error / exact.double().square().sum((2, 3)))

@@ -1,5 +1,5 @@
 """Whether a query that must look something up finds it: how much of exact attention's weight on it is attended to
-token by token, in the query's own block or in a bucket that it retrieves. What is not stays in a summary."""
+token by token, in the query's own block or in a bucket that it retrieves. The rest stays in a summary."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from muse_attention.fidelity.single_keys import SingleKeys
 
 @dataclass(frozen=True)
 class Lookup:
-    """Of one query in each head, (batch, query heads)."""
+    """What one query in each head finds of a needle, (batch, query heads)."""
 
     weight: Tensor
     """exact attention's weight on the needle's tokens, float64"""
@@ -72,7 +72,7 @@ def look_up(
     places: Iterable[tuple[int, Sequence[int]]],
     **arguments: Any,
 ) -> list[Lookup]:
-    """What a causal call of an attention of this library finds: for each query, by its position, and its needle."""
+    """Call a causal attention of this library, and measure what it finds at `places`: each a query and its needle."""
     with recorded_calls() as calls, torch.no_grad():
         attention(query, key, value, is_causal=True, **arguments)
     (call,) = calls

@@ -15,16 +15,16 @@ from muse_attention.core.recording import RecordedCall
 from muse_attention.fidelity.single_keys import SingleKeys, bucket_sizes
 
 SINGLE_WEIGHT = 0.05
-"""A key outside of the own block with a larger weight in exact attention is one that a query looks up."""
+"""A query looks up a key outside of its own block if exact attention gives it a larger weight."""
 _NUMBERS_AT_ONCE = 1 << 25
-"""Logits, or numbers of a selection, that are looked at together."""
+"""Logits, or numbers of a selection, that are processed together."""
 _ALL_QUERIES_UP_TO = 1 << 16
-"""Tokens. Of longer sequences `found_share` is that of evenly spaced queries: as much work as at this length."""
+"""Tokens. In longer sequences `found_share` uses evenly spaced queries: as much work as at this length."""
 
 
 @dataclass(frozen=True)
 class Retrieval:
-    """Of each head, (batch, query heads), float64. The first three are means over queries."""
+    """Measures of each head, (batch, query heads), float64. The first three are means over queries."""
 
     pairs_per_query: Tensor
     """buckets that a query retrieves"""
@@ -44,14 +44,14 @@ def measure_retrieval(call: RecordedCall, exact_lse: Tensor) -> Retrieval | None
     """What a recorded call retrieved; None where there is nothing to retrieve, as in exact attention.
 
     Args:
-        exact_lse: of exact attention, (batch, query heads, N)
+        exact_lse: the lse of exact attention, (batch, query heads, N)
     """
     if not call.config.monopole and call.config.retrieved_clusters == 0:
         return None
     count = _count_in_tiles if call.config.tolerance is not None else _count_picks
     pairs, keys, retrieving = (total.double() / call.query.shape[2] for total in count(call))
-    looked_at = _looked_at(call.query.shape[2])
-    found_queries = torch.full_like(pairs, len(looked_at)) if looked_at.step > 1 else None
+    sampled = _sampled_queries(call.query.shape[2])
+    found_queries = torch.full_like(pairs, len(sampled)) if sampled.step > 1 else None
     return Retrieval(pairs, keys, retrieving, _found_share(call, exact_lse), found_queries)
 
 
@@ -70,8 +70,8 @@ def _count_in_tiles(call: RecordedCall) -> tuple[Tensor, Tensor, Tensor]:
     sizes = sizes.repeat_interleave(first.shape[1] // sizes.shape[1], dim=1)
     keys, retrieving = torch.zeros_like(pairs), torch.zeros_like(pairs)
     at_once = max(1, _NUMBERS_AT_ONCE // math.prod((*first.shape[:2], first.shape[-1])))
-    for some, rows_of_some in zip(first.flatten(2, 3).split(at_once, 2), rows.split(at_once, 2), strict=True):
-        queries = (rows_of_some[..., None] - some).clamp_(min=0)  # of each tile, that retrieve each bucket
+    for first_rows, tile_rows in zip(first.flatten(2, 3).split(at_once, 2), rows.split(at_once, 2), strict=True):
+        queries = (tile_rows[..., None] - first_rows).clamp_(min=0)  # of each tile, that retrieve each bucket
         of_buckets = queries.sum(2)
         pairs += of_buckets.sum(-1)
         keys += (of_buckets * sizes).sum(-1)
@@ -80,7 +80,7 @@ def _count_in_tiles(call: RecordedCall) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _count_picks(call: RecordedCall) -> tuple[Tensor, Tensor, Tensor]:
-    """The paper's method: likewise."""
+    """The same for the paper's method."""
     opened, retrieved = call.selection.opened, call.selection.retrieved
     sizes = bucket_sizes(call).flatten(2)
     sizes = sizes.repeat_interleave(opened.shape[1] // sizes.shape[1], dim=1)
@@ -94,8 +94,8 @@ def _count_picks(call: RecordedCall) -> tuple[Tensor, Tensor, Tensor]:
     return is_picked.sum((2, 3, 4)), keys, is_picked.flatten(3).any(-1).sum(2)
 
 
-def _looked_at(length: int) -> range:
-    """The queries whose single keys are looked for, each in the middle of its stretch."""
+def _sampled_queries(length: int) -> range:
+    """The queries whose single keys are counted, each in the middle of its stretch."""
     step = -(-(length**2) // _ALL_QUERIES_UP_TO**2)
     return range(step // 2, length, step)
 
@@ -112,17 +112,17 @@ def _found_share(call: RecordedCall, exact_lse: Tensor) -> Tensor:
 
 
 def _single_weights(call: RecordedCall, exact_lse: Tensor) -> Iterator[tuple[tuple[Tensor, ...], Tensor]]:
-    """Pairs of a query and a key that matters to it, as of `SingleKeys`, and exact attention's weights, float64."""
+    """Pairs of a query and a key that it looks up, as in `SingleKeys`, and exact attention's weights, float64."""
     batch, heads, length, _ = call.query.shape
     wide, block_size = compute_dtype(call.query.dtype), call.config.block_size
     key_heads = call.key.shape[1]
     threshold = exact_lse.to(wide).unflatten(1, (key_heads, -1))[..., None] + math.log(SINGLE_WEIGHT)
     query = (call.scale * call.query.to(wide)).unflatten(1, (key_heads, -1))  # (batch, key heads, group, N, D)
-    looked_at = _looked_at(length)
-    step = looked_at.step
+    sampled = _sampled_queries(length)
+    step = sampled.step
     for begin in range(0, length, block_size):
         end = min(begin + block_size, length)
-        first_row = begin + (looked_at.start - begin) % step
+        first_row = begin + (sampled.start - begin) % step
         # What the queries of this block see beyond it.
         for first, last in ((1, begin), (max(1, end), end if call.is_causal else length)):
             if first >= last:
@@ -133,7 +133,7 @@ def _single_weights(call: RecordedCall, exact_lse: Tensor) -> Iterator[tuple[tup
                 rows = slice(start, min(start + step * at_once, end), step)
                 logits = query[..., rows, :].flatten(2, 3) @ keys
                 excess = logits.unflatten(2, (query.shape[2], -1)).sub_(threshold[..., rows, :])
-                found = (excess > 0).nonzero(as_tuple=True)
-                of_batch, key_head, member, row, key = found
+                pairs = (excess > 0).nonzero(as_tuple=True)
+                of_batch, key_head, member, row, key = pairs
                 pair = (of_batch, key_head * query.shape[2] + member, start + step * row, first + key)
-                yield pair, SINGLE_WEIGHT * excess[found].double().exp()
+                yield pair, SINGLE_WEIGHT * excess[pairs].double().exp()

@@ -1,4 +1,4 @@
-"""Which keys a recorded call attends to as such, not as part of a summary.
+"""Which keys a recorded call attends to by themselves, not as part of a summary.
 
 A key is retrieved if its bucket is. A summary of one key is that key: it need not be retrieved, and is not lost.
 """
@@ -13,9 +13,10 @@ from muse_attention.core.recording import RecordedCall
 
 
 class SingleKeys:
-    """Of one call. Pairs of a query and a key are given by four tensors of one shape: batch, query head, query, key.
+    """The single keys of one call.
 
-    The key of each pair lies outside of the query's own block, and the query sees it.
+    Pairs of a query and a key are given by four tensors of one shape: batch, query head, query, key. The
+    key of each pair lies outside of the query's own block, and the query sees it.
     """
 
     def __init__(self, call: RecordedCall) -> None:
@@ -29,7 +30,7 @@ class SingleKeys:
             self._before = torch.nn.functional.pad(self._sizes.cumsum(2), (0, 0, 1, 0))
 
     def is_retrieved(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        """bool, of each pair"""
+        """bool for each pair: whether the key is retrieved."""
         selection, config = self._call.selection, self._call.config
         block, cluster = self._bucket(batch, head, key)
         if config.tolerance is not None:
@@ -42,7 +43,7 @@ class SingleKeys:
         )
 
     def is_alone(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        """bool, of each pair: if the key is not retrieved, whether it is the only one of the summary that has it."""
+        """bool for each pair: if the key is not retrieved, whether it is the only one of the summary that has it."""
         call, config = self._call, self._call.config
         block, cluster = self._bucket(batch, head, key)
         of_key = batch, head // self._group
@@ -67,7 +68,7 @@ class SingleKeys:
         return (first.take_along_dim(tile, 2)[:, :, 0] <= row).sum(2)
 
     def _bucket(self, batch: Tensor, head: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """Block and cluster."""
+        """Block and cluster of each key."""
         assignment = self._call.clusters.key_assignment
         return key // self._call.config.block_size, assignment[batch, head // self._group, key].long()
 

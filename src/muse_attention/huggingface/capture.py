@@ -43,12 +43,12 @@ def visit_layers(model: PreTrainedModel, input_ids: Tensor, visit: Visit) -> Non
             visited.append(calls if index is None else index)
             visit(visited[-1], *inputs)
 
-    visitor = _visitor.set(count)
+    token = _visitor.set(count)
     try:
         with implementation(model, _NAME), torch.no_grad():
             model.base_model(input_ids.to(model.device), use_cache=False)
     finally:
-        _visitor.reset(visitor)
+        _visitor.reset(token)
     if not visited:
         raise ValueError(
             "every layer of this model has a sliding window, which no attention replaces; use another model"

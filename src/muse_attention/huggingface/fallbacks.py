@@ -1,4 +1,4 @@
-"""What an attention of the library leaves to exact attention, with a warning, and what no attention here computes."""
+"""What attentions of the library leave to exact attention, with a warning, and what none of them computes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _EXACT_ONLY = ("position_bias", "cache")
 """Arguments that change the attention, and that transformers' exact attention understands."""
 SHORT = "the input, or every document in it, is no longer than one block"
 _said: set[tuple[str, str]] = set()
-"""Attentions and reasons that were warned of."""
+"""Attentions and reasons that a warning has named."""
 
 
 class ExactAttentionWarning(UserWarning):
@@ -38,10 +38,10 @@ def why_exact(
     others: dict[str, Any],
     longest_exact: Callable[[DocumentBoundaries | None, int], int],
 ) -> str | None:
-    """Why these are not documents that attend to all of themselves, or to all of their past; None if they are.
+    """Why exact attention runs; None if documents attend to all of themselves, or to all of their past.
 
     Args:
-        longest_exact: called with the documents and the longest length, up to how many tokens are attended to exactly
+        longest_exact: called with the documents and the longest length; returns the longest that is attended to exactly
     """
     if not attends_to_everything(module, others):
         return "a layer with a sliding window or chunks keeps them"
@@ -69,7 +69,7 @@ def is_exact_only(dropout: float, others: dict[str, Any]) -> bool:
 
 
 def attends_to_everything(module: torch.nn.Module, others: dict[str, Any]) -> bool:
-    """Whether the layer has no window. In a short input a window shows in no mask, so the layer itself is asked."""
+    """Whether the layer has no window. A short input has no mask that shows a window, so the layer tells."""
     own = getattr(module, "sliding_window", None)  # the same in all layers of some models, which pass it in some
     if others.get("sliding_window", own) is not None:
         return False
@@ -83,23 +83,23 @@ def attends_to_everything(module: torch.nn.Module, others: dict[str, Any]) -> bo
 
 
 def refuse_other_softmax(module: torch.nn.Module, others: dict[str, Any]) -> None:
-    """transformers' SDPA would leave them out silently."""
-    found = [what for argument, what in _OTHER_SOFTMAX.items() if others.get(argument) is not None]
+    """Raise ValueError for attention that is not a plain softmax: transformers' SDPA would ignore the rest."""
+    reasons = [difference for argument, difference in _OTHER_SOFTMAX.items() if others.get(argument) is not None]
     if getattr(module, "compressor", None) is not None:  # of DeepSeek V4: their mask is no boolean one
-        found.append("adds keys of its own")
-    if found:
-        raise ValueError(f"{type(module).__name__} {found[0]}: only attn_implementation='eager' does that; use it")
+        reasons.append("adds keys of its own")
+    if reasons:
+        raise ValueError(f"{type(module).__name__} {reasons[0]}: only attn_implementation='eager' does that; use it")
 
 
-def warn_once(asked_for: str, reason: str) -> None:
-    if (asked_for, reason) not in _said:
-        _said.add((asked_for, reason))
-        warnings.warn(f"{asked_for}: exact attention runs where {reason}", ExactAttentionWarning, stacklevel=2)
+def warn_once(attention: str, reason: str) -> None:
+    if (attention, reason) not in _said:
+        _said.add((attention, reason))
+        warnings.warn(f"{attention}: exact attention runs where {reason}", ExactAttentionWarning, stacklevel=2)
 
 
 warn_once._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as in config.py: said when it is compiled
 
 
 def warn_again() -> None:
-    """Each warning may appear once more."""
+    """Let each warning appear once more."""
     _said.clear()

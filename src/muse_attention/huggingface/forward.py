@@ -28,7 +28,7 @@ from muse_attention.huggingface.masks import Visible, stands_for_documents, visi
 from muse_attention.registry import get_attention
 
 AttentionFunction = Callable[..., tuple[Tensor, None]]
-"""What transformers calls, with (module, query, key, value, attention_mask, dropout, scaling, ...): the tensors are
+"""What transformers calls with (module, query, key, value, attention_mask, dropout, scaling, ...): the tensors are
 (batch, heads, length, head_dim) after RoPE, key heads not repeated. It returns (batch, length, heads, head_dim), and no
 weights."""
 
@@ -38,12 +38,12 @@ class _Chosen(NamedTuple):
 
     name: str
     """as it was asked for"""
-    whole: Callable[..., Any]
-    """of rows that are one document each, with the signature of `scaled_dot_product_attention`, and `return_lse`"""
+    unpacked: Callable[..., Any]
+    """for rows of one document each, with the signature of `scaled_dot_product_attention`, and `return_lse`"""
     packed: Callable[..., tuple[Tensor, Tensor | None]]
-    """of documents, as `attend_to_documents`"""
+    """for several documents, as `attend_to_documents`"""
     longest_exact: Callable[[DocumentBoundaries | None, int], int] = lambda *_: 0
-    """called with the documents and the length of a row: up to how many tokens they are attended to exactly"""
+    """called with the documents and the length of a row; returns the longest that is attended to exactly"""
 
 
 def named_forward(attention: str) -> AttentionFunction:
@@ -61,7 +61,7 @@ def named_forward(attention: str) -> AttentionFunction:
 def muse_forward(
     module: torch.nn.Module, *arguments: Any, settings: str | None, heed_model: bool, **others: Any
 ) -> tuple[Tensor, None]:
-    """As `_forward`. The model's own configuration comes before `settings` if it is to be heeded."""
+    """As `_forward`. With `heed_model`, the model's own configuration replaces `settings`."""
     if heed_model:
         own = getattr(getattr(module, "config", None), "muse", None)
         if own is not None and not isinstance(own, str):
@@ -136,9 +136,9 @@ def _attend(
         key, value = key[:, :, :length], value[:, :, :length]
         settings = {"is_causal": seen.is_causal, "scale": scaling, "enable_gqa": True}
         if sinks is None:
-            out = chosen.whole(query, key, value, **settings)
+            out = chosen.unpacked(query, key, value, **settings)
         else:
-            out, lse = chosen.whole(query, key, value, **settings, return_lse=True)
+            out, lse = chosen.unpacked(query, key, value, **settings, return_lse=True)
             out = with_sinks(out, lse, sinks)
     return out.transpose(1, 2).contiguous()
 
@@ -166,15 +166,15 @@ def _attend_exactly(
     scaling: float | None,
     others: dict[str, Any],
 ) -> Tensor:
-    """By transformers' own function, which knows no sinks."""
+    """Exact attention by transformers' own function, or by the library's for sinks, which the former lacks."""
     mask = seen.as_mask(query.shape[0], query.device)
     if mask is not None and mask.shape[-1] < key.shape[2] and seen.documents is not None:
         key, value = key[:, :, : mask.shape[-1]], value[:, :, : mask.shape[-1]]
     if others.get("s_aux") is None:
-        found: Tensor = sdpa_attention_forward(
+        out: Tensor = sdpa_attention_forward(
             module, query, key, value, mask, dropout, scaling, is_causal=seen.is_causal, **others
         )[0]
-        return found
+        return out
     is_causal = seen.is_causal and query.shape[2] > 1
     out = exact_attention_with_sinks(
         query, key, value, others["s_aux"], mask, is_causal=is_causal, scale=scaling, dropout=dropout

@@ -56,17 +56,17 @@ def _configs_to_set(
     parts = [part for part in config.sub_configs if getattr(config, part, None) is not None]
     if not isinstance(attn_implementation, dict):
         attn_implementation = dict.fromkeys(["", *parts], attn_implementation)
-    found = {id(config)} if is_registered(attn_implementation.get("")) else set()
+    ids = {id(config)} if is_registered(attn_implementation.get("")) else set()
     for part in parts:
-        found |= _configs_to_set(getattr(config, part), attn_implementation.get(part), is_registered)
-    return found
+        ids |= _configs_to_set(getattr(config, part), attn_implementation.get(part), is_registered)
+    return ids
 
 
 def refuse_config(config: PreTrainedConfig | None) -> None:
     """Refuse the model of a config: it asks for a mask, and its config may have been changed after it was built."""
     for mapping in (MODEL_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING):
-        found = mapping.get(type(config), None)
-        for model_class in found if isinstance(found, tuple) else (found,):
+        model_classes = mapping.get(type(config), None)
+        for model_class in model_classes if isinstance(model_classes, tuple) else (model_classes,):
             if model_class is not None:
                 _refuse_without_interface(model_class)
 
@@ -99,11 +99,11 @@ def models_of(model: PreTrainedModel) -> list[PreTrainedModel]:
 
 def configs_of(model: PreTrainedModel) -> list[PreTrainedConfig]:
     """The configs of a model and of all models inside it, each once."""
-    found: dict[int, PreTrainedConfig] = {}
+    configs: dict[int, PreTrainedConfig] = {}
     waiting = [inner.config for inner in models_of(model)]
     while waiting:
         config = waiting.pop()
-        if config is not None and id(config) not in found:
-            found[id(config)] = config
+        if config is not None and id(config) not in configs:
+            configs[id(config)] = config
             waiting.extend(getattr(config, name, None) for name in config.sub_configs)
-    return list(found.values())
+    return list(configs.values())

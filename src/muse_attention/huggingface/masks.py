@@ -50,9 +50,9 @@ from muse_attention.documents.boundaries import DocumentBoundaries
 _ATTRIBUTE = "muse_documents"
 _OFFSET = "muse_offset"
 _MADE = "muse_is_plain"
-"""Of a mask that was made here: whether it expresses no more than padding and a KV cache."""
+"""Attribute of a mask that was made here: whether it expresses no more than padding and a KV cache."""
 _POSITIONS = "muse_position_ids"
-"""Of a mask that was made here: the `position_ids` whose documents it keeps apart; None if there were none."""
+"""Attribute of a mask that was made here: the `position_ids` whose documents it keeps apart, or None."""
 GENERAL = (
     "MuSe reads no general attention_mask: tell padding by a 2D mask and documents by position_ids or cu_seq_lens_q, "
     "or set attn_implementation='eager' or 'sdpa' (huggingface.use_attention(model, 'exact'))"
@@ -69,7 +69,7 @@ class Visible(NamedTuple):
     """in all rows one after another; None if each row is one"""
 
     def as_mask(self, batch: int, device: torch.device) -> Tensor | None:
-        """The same as a mask, for an attention that knows no documents."""
+        """The same as a mask, for an attention without documents."""
         return self.mask if self.documents is None else self.documents.mask(batch, self.is_causal, device)[:, None]
 
 
@@ -109,7 +109,7 @@ def visible(
 
 @functools.lru_cache(maxsize=64)
 def _cut(by_mask: DocumentBoundaries | None, by_arguments: DocumentBoundaries | None) -> DocumentBoundaries | None:
-    """Documents that are told of in two ways; all layers of a batch ask for the same."""
+    """Combine documents that are given in two ways. Cached for the layers of a batch."""
     return by_mask if by_mask is None or by_arguments is None else by_mask.cut_at(by_arguments.begins)
 
 
@@ -142,22 +142,22 @@ def is_general(attention_mask: Tensor) -> bool:
 
 
 def stands_for_causal(attention_mask: Tensor | None) -> bool:
-    """Whether it is what a registered attention gets in place of a plain causal mask."""
+    """Whether it stands for a plain causal mask."""
     return attention_mask is not None and attention_mask.shape[-1] == 0 and attention_mask.shape[1] == 1
 
 
 def stands_for_documents(attention_mask: Tensor | None) -> bool:
-    """Whether it is what a registered attention gets in place of a mask that keeps documents and padding apart."""
+    """Whether it stands for a mask that keeps documents and padding apart."""
     return attention_mask is not None and attention_mask.shape[-1] == 0 and attention_mask.shape[1] == 2
 
 
 def stands_for_chunk(attention_mask: Tensor) -> bool:
-    """Whether it is what an attention to chunks gets in place of the mask of one that continues a KV cache."""
+    """Whether it stands for the mask of a chunk that continues a KV cache."""
     return attention_mask.shape[-1] == 0 and attention_mask.shape[1] == 3
 
 
 def offset_of_chunk(attention_mask: Tensor) -> int:
-    """Tokens in the cache before it."""
+    """Tokens in the cache before the chunk."""
     offset: int | None = getattr(attention_mask, _OFFSET, None)
     if offset is None:
         raise ValueError(
@@ -179,7 +179,7 @@ _ATTENTION_LAYERS = (
 
 
 def _refuse_state(config: PreTrainedConfig | None) -> None:
-    """Linear attention, convolutions and recurrent layers go on from one document to the next."""
+    """Refuse linear attention, convolutions and recurrent layers: their state crosses documents."""
     kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or []
     if any(kind not in _ATTENTION_LAYERS for kind in kinds):
         raise ValueError(REFUSAL)
@@ -267,7 +267,7 @@ def make_mask(
     )
     if mask is not None and not compiling:
         setattr(mask, _MADE, is_usual and local_size is None and not use_vmap)
-    # One query sees every key, whoever reads the mask.
+    # A single query sees every key without a mask.
     if mask is None and allow_is_causal_skip and q_length > 1:
         mask = causal
     if mask is not None and not compiling:
@@ -295,10 +295,10 @@ _asked = threading.local()
 
 
 def _take_documents(batch: int, queries: int) -> tuple[DocumentBoundaries | None, Tensor | None]:
-    found: DocumentBoundaries | None
-    found, positions = getattr(_asked, "told", (None, None))
+    documents: DocumentBoundaries | None
+    documents, positions = getattr(_asked, "told", (None, None))
     _asked.told = (None, None)
-    return found if found is not None and found.tokens == batch * queries else None, positions
+    return documents if documents is not None and documents.tokens == batch * queries else None, positions
 
 
 def guard_masks(is_registered: Callable[[str | None], bool], reads_masks: Callable[[str | None], bool]) -> None:
@@ -319,22 +319,22 @@ def guard_masks(is_registered: Callable[[str | None], bool], reads_masks: Callab
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        found = prepare(config, inputs_embeds, attention_mask, past_key_values, position_ids, *args, **kwargs)
+        prepared = prepare(config, inputs_embeds, attention_mask, past_key_values, position_ids, *args, **kwargs)
         if not is_registered(config._attn_implementation):
-            return found
+            return prepared
         padding = attention_mask if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2 else None
         batch, queries = inputs_embeds.shape[:2]
         if queries > 1 and _is_from_user(attention_mask) and not reads_masks(config._attn_implementation):
             raise ValueError(GENERAL)
         if torch.compiler.is_compiling():
             if padding is not None or (attention_mask is None and past_key_values is not None):
-                _refuse_under(padding, batch, queries, position_ids)
-            return found
+                _refuse_packed(padding, batch, queries, position_ids)
+            return prepared
         _asked.told = (None, None)
-        does_exit, _, packed, *_ = found
+        does_exit, _, packed, *_ = prepared
         if does_exit or queries == 1 or (attention_mask is not None and padding is None):
-            return found
-        # (Of another sequence, the states of an encoder are handed in.)
+            return prepared
+        # (Cross-attention gets the states of an encoder.)
         attends_to_itself = not any(isinstance(argument, Tensor) for argument in (*args, *kwargs.values()))
         is_own = attends_to_itself and (past_key_values is None or not int(past_key_values.get_seq_length()))
         if is_own and (padding is None or padding.shape[1] == queries):
@@ -343,22 +343,22 @@ def guard_masks(is_registered: Callable[[str | None], bool], reads_masks: Callab
                 if packed is None and len(documents.lengths) > batch:
                     _refuse_state(config)
                 _asked.told = (None if are_whole_rows(documents, batch) else documents, position_ids)
-                return (*found[:2], None, *found[3:])
-        _refuse_under(padding, batch, queries, position_ids)
+                return (*prepared[:2], None, *prepared[3:])
+        _refuse_packed(padding, batch, queries, position_ids)
         _asked.told = (None, position_ids)
-        return found
+        return prepared
 
     masking_utils._preprocess_mask_arguments = guarded_prepare
 
 
 def _is_from_user(attention_mask: Any) -> bool:
-    """A mask with all axes. (`generate` passes those that were made here.)"""
+    """Whether a mask has all axes and was not made here. (`generate` passes those that were.)"""
     if attention_mask is None or len(attention_mask.shape) != 4 or attention_mask.shape[-1] == 0:
         return False
     return not hasattr(attention_mask, _MADE)
 
 
-def _refuse_under(padding: Tensor | None, batch: int, queries: int, position_ids: Tensor | None) -> None:
+def _refuse_packed(padding: Tensor | None, batch: int, queries: int, position_ids: Tensor | None) -> None:
     mask = None if padding is None else padding[:, None, None].bool()
     refuse_packed_documents(batch, queries, mask, {"position_ids": position_ids})
 
@@ -366,13 +366,13 @@ def _refuse_under(padding: Tensor | None, batch: int, queries: int, position_ids
 def _documents(
     batch: int, queries: int, padding: Tensor | None, position_ids: Tensor | None, packed: Tensor | None
 ) -> DocumentBoundaries | None:
-    """By a padding mask, (batch, queries), and by `position_ids` or what transformers made of them (`packed`).
+    """Documents by a padding mask, (batch, queries), and by `position_ids` or transformers' version of them (`packed`).
 
     None if a document has padding inside: only a mask can express that.
     """
     if padding is None and packed is None:
-        whole = DocumentBoundaries.from_lengths([queries] * batch)
-        return find_documents(batch, queries, {"position_ids": position_ids}) or whole
+        one_per_row = DocumentBoundaries.from_lengths([queries] * batch)
+        return find_documents(batch, queries, {"position_ids": position_ids}) or one_per_row
     device = packed.device if padding is None else padding.device  # type: ignore[union-attr]
     starts, positions = torch.zeros(batch, queries - 1, dtype=torch.bool, device=device), None
     if packed is not None:
@@ -381,5 +381,6 @@ def _documents(
         told = position_ids.to(device)
         starts = starts_by_positions(told).expand(batch, -1)
         positions = (told[0] if told.dim() == 3 else told).expand(batch, -1)
-    found: DocumentBoundaries | None = documents_in_rows(starts, None if padding is None else padding.bool(), positions)
-    return found
+    is_real = None if padding is None else padding.bool()
+    documents: DocumentBoundaries | None = documents_in_rows(starts, is_real, positions)
+    return documents

@@ -1,4 +1,4 @@
-"""Long prompts in chunks: each chunk has the attention that it would have in one call with all before it.
+"""Long prompts in chunks: each chunk has the attention of one call with everything before it.
 
 `generate(prefill_chunk_size=...)` of transformers hands a model its prompt in chunks, with the keys and values of
 earlier chunks in a cache. MuSe also needs their queries, from which it finds its query clusters: a `Prefill` keeps
@@ -49,12 +49,12 @@ def chunked_prefill(model: PreTrainedModel, config: MuSeConfig | str) -> Iterato
     """
     prefill = Prefill(resolve_chunked(config), model)
     register_function(_NAME, _forward, reads_masks=False, chunks=True)
-    before = _active.set((*_active.get(), prefill))
+    token = _active.set((*_active.get(), prefill))
     try:
         with implementation(model, _NAME):
             yield
     finally:
-        _active.reset(before)
+        _active.reset(token)
 
 
 class _Seen(NamedTuple):
@@ -62,11 +62,11 @@ class _Seen(NamedTuple):
 
     queries: list[Tensor]
     last_key: Tensor
-    """(batch, key heads, D), by which the cache is known again"""
+    """(batch, key heads, D), which identifies the cache"""
 
     @property
     def length(self) -> int:
-        return sum(some.shape[2] for some in self.queries)
+        return sum(queries.shape[2] for queries in self.queries)
 
 
 class Prefill:
@@ -78,7 +78,7 @@ class Prefill:
         self._seen: dict[torch.nn.Module, _Seen] = {}
 
     def add_token(self, layer: torch.nn.Module, query: Tensor, key: Tensor) -> None:
-        """Note a single token, which attends by itself."""
+        """Record a single token, which attends by itself."""
         seen = self._seen.pop(layer, None) if key.shape[2] > 1 else _Seen([], key[:, :, 0])
         if seen is not None and seen.length < key.shape[2]:  # else a chunk after it is refused
             self._seen[layer] = _Seen([*seen.queries, query.detach()], key[:, :, seen.length].clone())
@@ -114,7 +114,7 @@ def _forward(
     is_causal: bool | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    prefill = next((some for some in reversed(_active.get()) if module in some.layers), None)
+    prefill = next((active for active in reversed(_active.get()) if module in active.layers), None)
     if prefill is None:
         raise ValueError("chunked_prefill: the model runs in another thread; enter the block in the one that runs it")
     offset = None
@@ -144,7 +144,7 @@ def _offset(
     is_causal: bool | None,
     others: dict[str, Any],
 ) -> int | None:
-    """Tokens before those of a chunk. None if it is no chunk of a causal sequence."""
+    """Tokens before those of a chunk. None if the rows are no chunk of a causal sequence."""
     if attention_mask is not None and stands_for_chunk(attention_mask):
         return offset_of_chunk(attention_mask)
     if is_causal is None:

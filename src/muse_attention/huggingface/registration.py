@@ -1,4 +1,4 @@
-"""Attentions of the library as implementations that models of transformers have by name."""
+"""Attentions of the library as named implementations for models of transformers."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from muse_attention.huggingface.guards import configs_of, guard_models, models_o
 from muse_attention.huggingface.masks import guard_masks, make_mask
 
 BY_NAME = "muse_attention."
-"""Before the name of an attention it is the implementation of that attention, apart from what users register."""
+"""Prefix of implementations that are named after an attention, apart from those that users register."""
 _SPECIAL_NAMES = ("eager", "sdpa", "flash", "flex", "paged", "/", "|")
-"""Where one of these is part of a name, transformers takes paths of its own."""
+"""transformers treats names that contain one of these differently."""
 _registered: set[str] = set()
-"""The names behind which there is a function of this library."""
+"""Names of functions of this library."""
 _reading_masks: set[str] = set()
-"""Those among them whose function takes any mask."""
+"""Those whose function takes any mask."""
 _serving_chunks: set[str] = set()
 """Those whose function continues a KV cache."""
 

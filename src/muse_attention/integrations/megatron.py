@@ -199,12 +199,12 @@ def _packed_documents(params: PackedSeqParams) -> DocumentBoundaries:
     if not same and params.cu_seqlens_kv.tolist() != ends:
         raise ValueError("cu_seqlens_q and cu_seqlens_kv differ: documents attend to themselves; pass the same")
     places = ends if params.cu_seqlens_q_padded is None else params.cu_seqlens_q_padded.tolist()
-    found = [
+    documents = [
         (begin, begin + end - start)
         for begin, (start, end) in zip(places, pairwise(ends), strict=False)
         if end > start  # the batch's last boundaries may repeat
     ]
-    return DocumentBoundaries(tuple(begin for begin, _ in found), tuple(end for _, end in found), places[-1])
+    return DocumentBoundaries(tuple(begin for begin, _ in documents), tuple(end for _, end in documents), places[-1])
 
 
 def _documents_in_mask(mask: Tensor | None, batch: int, length: int) -> DocumentBoundaries | None:
@@ -216,13 +216,13 @@ def _documents_in_mask(mask: Tensor | None, batch: int, length: int) -> Document
     refuse_capture(mask, "attention_mask")
     hidden = mask[:, 0].bool()
     starts = hidden.diagonal(-1, 1, 2)
-    found: DocumentBoundaries = documents_in_rows(starts.expand(batch, -1), None, None)
-    if bool((found.mask(batch, True, mask.device) == hidden).any()):
+    documents: DocumentBoundaries = documents_in_rows(starts.expand(batch, -1), None, None)
+    if bool((documents.mask(batch, True, mask.device) == hidden).any()):
         raise ValueError(
             "attention_mask is neither causal nor causal inside documents: pass None, and documents as "
             "packed_seq_params"
         )
-    return None if are_whole_rows(found, batch) else found
+    return None if are_whole_rows(documents, batch) else documents
 
 
 layer_spec: ModuleSpec = use_muse(

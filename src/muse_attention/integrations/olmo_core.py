@@ -120,7 +120,7 @@ class MuSeAttentionBackend(AttentionBackend):
             self.assert_supports_packed_qkv()
         if kv_cache_manager is not None:
             self.assert_supports_kv_cache()
-        if any(only_of_a_ring is not None for only_of_a_ring in (cu_doc_lens_q, cu_doc_lens_k, local_k_slice)):
+        if any(argument is not None for argument in (cu_doc_lens_q, cu_doc_lens_k, local_k_slice)):
             self.assert_supports_ring_cp()
 
         def attend(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

@@ -45,7 +45,7 @@ def attend_to_rows_in_graph(
 ) -> tuple[Tensor, Tensor]:
     """Causal `attend_to_rows` for trainers whose compiled graphs may not break: one operator, which reads `ends`.
 
-    Its backward pass attends to long documents once more, so elsewhere the graph is broken.
+    Its backward pass attends to long documents once more, so `attend_to_rows` breaks the graph instead.
     """
     tokens = query.shape[0] * query.shape[1]
     return _attend_as_one_row(query, key, value, ends, tokens, config, is_causal=True, scale=scale)
@@ -61,7 +61,7 @@ def _attend_to_documents(
     is_causal: bool,
     scale: float | None,
 ) -> tuple[Tensor, Tensor]:
-    """The compiler must not see boundaries: every batch has others."""
+    """The compiler must not see boundaries, which differ in every batch."""
     if query.is_cuda and torch.cuda.is_current_stream_capturing():
         raise ValueError(
             "a CUDA graph would keep the documents of one batch for all: turn CUDA graphs off (torchtitan: "
@@ -101,5 +101,5 @@ def _attend_as_one_row(
 
 
 def check_config(config: MuSeConfig | str | None) -> None:
-    """Raise ValueError for what is no configuration, before a model is built with it."""
+    """Raise ValueError for an invalid configuration, before a model is built with it."""
     resolve_config(config, 1 << 16)

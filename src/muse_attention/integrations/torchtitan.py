@@ -26,7 +26,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torchtitan  # noqa: F401 - the first to be missed
+import torchtitan  # noqa: F401 - first, so that the error names it
 
 # isort: split
 import spmd_types as spmd
@@ -178,7 +178,7 @@ def _refuse_others(others: dict[str, Any]) -> None:
 
 
 def _documents_of_whole_rows(positions: Tensor, mesh: DeviceMesh | None) -> DocumentBoundaries | None:
-    """By the positions of this rank's tokens, (batch, length / ranks). None if each row is one document.
+    """Documents by the positions of this rank's tokens, (batch, length / ranks). None if each row is one document.
 
     Collective: every rank of the mesh must call it. The host waits for the positions, in every layer.
     """
@@ -245,11 +245,11 @@ def _sharding_of_parts(sharding: ShardingConfig | None) -> ShardingConfig | None
     """torchtitan's sharding of an inner attention, but keys and values stay in parts, as queries do."""
     if sharding is None or sharding.in_src_shardings is None:
         return sharding
-    of_arguments = tuple(sharding.in_src_shardings.values())
+    placements = tuple(sharding.in_src_shardings.values())
     return dataclasses.replace(
         sharding,
         in_dst_shardings=sharding.in_src_shardings,
-        local_map=LocalMapConfig(in_grad_placements=of_arguments),
+        local_map=LocalMapConfig(in_grad_placements=placements),
     )
 
 

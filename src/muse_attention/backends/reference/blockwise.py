@@ -1,4 +1,4 @@
-"""Blockwise MuSe, the method with a tolerance. Nothing after a position has any part in its output.
+"""Blockwise MuSe, the method with a tolerance. With a causal mask, no output depends on later tokens.
 
 1. Each block clusters its own keys. A bucket is a cluster of a block. Query centroids are found from the past, in
    generations (`core/generations.py`), and a query takes the nearest of its block's generation (`find_clusters`).
@@ -62,7 +62,7 @@ def attend(call: Call, selection: Selection | None) -> Reference:
     sees = block[:, None] > block_of_bucket if is_causal else block[:, None] != block_of_bucket  # (n, buckets)
     exists = sees & (mu != -math.inf)
 
-    # Constants for the gradient, all of it: letting one flow through it changes nothing that can be measured.
+    # All of this is constant for the gradient: a gradient through it makes no measurable difference.
     with torch.no_grad():
         spread = _spread(k, summaries, tilted, member)
         variance, size = take_rows(spread.tilted, row), spread.size[:, :, None]
@@ -123,7 +123,7 @@ def find_clusters(scaled_query: Tensor, key: Tensor, config: MuSeConfig, *, is_c
     key_centroids = (
         torch.stack(of_blocks, 2) if of_blocks else key.new_empty(*key.shape[:2], 0, config.key_clusters, key.shape[-1])
     )
-    unseen = torch.zeros(*key.shape[:2], length - sum(some.shape[-1] for some in nearest), dtype=torch.int32)
+    unseen = torch.zeros(*key.shape[:2], length - sum(block.shape[-1] for block in nearest), dtype=torch.int32)
     key_assignment = torch.cat([*nearest, unseen.to(key.device)], dim=-1)
 
     of_generations, spreads = [], []
@@ -169,7 +169,7 @@ def _key_spread(blocks: tuple[Tensor, ...], key_centroids: Tensor, key_assignmen
 
 @dataclass(frozen=True)
 class Spread:
-    """How far the keys of each bucket are apart, and how many they are."""
+    """How far apart the keys of each bucket are, and their number."""
 
     tilted: Tensor
     """(batch, heads, s i, buckets): `E |k - kbar|^2 / D` under the weights of a summary"""
@@ -214,12 +214,12 @@ def _slopes(
         off = keys - _mean_of_bucket(keys, weights, bucket)
         slopes[:, :, block] = torch.einsum("xhm,xhmd,xhme->xhde", weights, off, values)
         spreads[:, :, block] = torch.einsum("xhm,xhmd->xh", weights, off.square()) / k.shape[-1]
-    # What is not finite must poison what attends to it, not all that has a slope.
+    # NaN and inf must reach what attends to them, not every output that has a slope.
     return torch.where(slopes.isfinite(), slopes, 0), torch.where(spreads.isfinite(), spreads, 0)
 
 
 def _mean_of_bucket(x: Tensor, weights: Tensor, bucket: Tensor) -> Tensor:
-    """Of each row's bucket, the weighted mean."""
+    """The weighted mean of each row's bucket."""
     buckets = int(bucket.max()) + 1
     mass = weights.new_zeros(*weights.shape[:2], buckets).scatter_add(2, bucket, weights)
     sums = x.new_zeros(*x.shape[:2], buckets, x.shape[-1])
@@ -228,7 +228,7 @@ def _mean_of_bucket(x: Tensor, weights: Tensor, bucket: Tensor) -> Tensor:
 
 
 def _spread(k: Tensor, summaries: Summaries, weights: Tensor, member: Tensor) -> Spread:
-    """Keys are taken relative to the mean of their bucket, so that little cancels."""
+    """The spread of each bucket. Keys are taken relative to the mean of their bucket, so that little cancels."""
     share = member.to(k.dtype)
     size = share.sum(-1)
     share = share / size.clamp(min=1)[..., None]
@@ -249,17 +249,17 @@ def _spread(k: Tensor, summaries: Summaries, weights: Tensor, member: Tensor) ->
 
 
 def _mass_off_centroid(sigma: Tensor, size: Tensor) -> Tensor:
-    """`log E exp(r . (k - kbar))`: `sigma^2 / 2`, and where so few keys cannot have as much, the most they can."""
+    """`log E exp(r . (k - kbar))`: `sigma^2 / 2`, or the most that `size` keys can have if that is less."""
     log_size = size.clamp(min=1).log()
-    most = (2 * log_size).sqrt()
-    return torch.where(sigma > most, sigma * most - log_size, sigma * sigma / 2)
+    limit = (2 * log_size).sqrt()
+    return torch.where(sigma > limit, sigma * limit - log_size, sigma * sigma / 2)
 
 
 def _expected_error(log_weight: Tensor, sigma: Tensor, size: Tensor, config: MuSeConfig) -> Tensor:
-    """What a summary's weight in the softmax gains for each deviation, if its logit is `caution` deviations `sigma`
-    above its estimate. That of a large bucket counts less: its keys cost more.
+    """The gain of a summary's weight in the softmax for each deviation, if its logit is `caution` deviations `sigma`
+    above its estimate. It counts less for a large bucket, whose keys cost more.
 
-    A few keys that lie along the query's residual can have that much. For small `sigma` it is the weight times `sigma`.
+    A few keys along the query's residual can reach it. For small `sigma` it is the weight times `sigma`.
     """
     gain = sigma
     if config.caution > 0:

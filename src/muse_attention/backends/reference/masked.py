@@ -1,4 +1,4 @@
-"""Rows by number, and softmaxes over what is present."""
+"""Rows by number, and softmaxes over the terms that are present."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ def take_rows(table: Tensor, rows: Tensor) -> Tensor:
 
 
 def masked_logsumexp(logits: Tensor, present: Tensor) -> Tensor:
-    """logsumexp over the last axis of what is present; -inf, with zero gradient, where nothing is."""
+    """logsumexp of the terms present on the last axis; -inf, with zero gradient, where none is."""
     largest = torch.where(present, logits, -math.inf).amax(-1, keepdim=True).detach()
     largest = torch.where(largest == -math.inf, 0, largest)
     total = torch.exp(torch.where(present, logits - largest, -math.inf)).sum(-1)
-    some = present.any(-1)
-    return torch.where(some, torch.log(torch.where(some, total, 1)) + largest[..., 0], -math.inf)
+    any_present = present.any(-1)
+    return torch.where(any_present, torch.log(torch.where(any_present, total, 1)) + largest[..., 0], -math.inf)
 
 
 def masked_softmax(logits: Tensor, lse: Tensor, present: Tensor) -> Tensor:
-    """`exp(logits - lse)` of what is present, `lse` being its logsumexp over the last axis; 0 elsewhere."""
+    """`exp(logits - lse)` of the terms present, whose logsumexp over the last axis is `lse`; 0 elsewhere."""
     finite_lse = torch.where(lse == -math.inf, 0, lse)[..., None]
     return torch.exp(torch.where(present, logits - finite_lse, -math.inf))

@@ -111,7 +111,7 @@ def attend(call: Call, selection: Selection | None) -> Reference:
 
 
 def find_clusters(scaled_query: Tensor, key: Tensor, config: MuSeConfig) -> Clusters:
-    """Centroids of queries and of keys over the whole sequence; assignment inside each block, capped if asked for."""
+    """Centroids of queries and of keys over the whole sequence; assignment inside each block, capped if configured."""
     if config.tilt:
         query_centroids = find_centroids(scaled_query, config.query_clusters, config)
         query_assignment = assign(scaled_query, query_centroids, config.largest_query_cluster, config)
@@ -153,8 +153,8 @@ def _bucket_members(key_cluster: Tensor, block: Tensor, config: MuSeConfig) -> T
 def _accumulate(summaries: Summaries, sees: Tensor) -> Summaries:
     """For each block, one summary per key cluster of all the blocks it sees.
 
-    Also the share of each of these blocks in it, (batch, heads, i, b, b', j). Shares follow the log-masses, so they are
-    differentiable with frozen aggregation too: the paper freezes the weights inside a bucket alone.
+    Shares of blocks follow the log-masses, so they are differentiable with frozen aggregation too: the paper freezes
+    the weights inside a bucket alone.
     """
     mu = summaries.log_mass[:, :, :, None]  # (batch, heads, i, 1, b', j)
     visible = sees[:, :, None] & (mu != -math.inf)  # (batch, heads, i, b, b', j)
@@ -198,7 +198,7 @@ def _dipole(
     mu_all, exists = accumulated.log_mass, accumulated.log_mass != -math.inf
     merge = masked_softmax(mu_all, masked_logsumexp(mu_all, exists), exists)  # (batch, heads, i, b, j)
     if not config.differentiable_aggregation:
-        weights, merge = weights.detach(), merge.detach()  # one matrix of all visible keys: all that forms it
+        weights, merge = weights.detach(), merge.detach()  # all weights that form the matrix
     key_mean = torch.einsum("xhtbjm,xhmd->xhtbjd", weights, k)
     value_mean = torch.einsum("xhtbjm,xhmd->xhtbjd", weights, v)
     covariance = torch.einsum("xhtbjm,xhmv,xhmd->xhtbjvd", weights, v, k)

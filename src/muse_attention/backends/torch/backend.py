@@ -40,7 +40,7 @@ class TorchBackend(Backend):
     def backward(
         self, call: Call, attended: Attended, grad_out: Tensor, grad_lse: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """In the precision that `forward` ended up with."""
+        """Gradients, in the precision of the result of `forward`."""
         merged, of_inputs = attended.merged, call.query.dtype
         dtype = torch.float64 if is_too_coarse(call.query, merged.lse) else of_inputs
         wide = compute_dtype(dtype)
@@ -74,7 +74,7 @@ def _forward(call: Call, chosen: Selection | None) -> Attended:
 
 
 def _in_float64(call: Call, narrow: Attended, chosen: Selection | None) -> Attended:
-    """Where nothing may depend on a later token, with the same selection, and from each head's first large lse on."""
+    """In float64. Strictly causal calls keep the selection, and the outputs before each head's first large lse."""
     if call.config.tolerance is None or not call.is_causal:
         return _forward(_in_dtype(call, torch.float64), chosen)
     wide = _forward(_in_dtype(call, torch.float64), narrow.selection)

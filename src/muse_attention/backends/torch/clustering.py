@@ -23,7 +23,7 @@ def cluster(vectors: Tensor, cap: int | None, clusters: int, config: MuSeConfig)
 
 
 def finite(vectors: Tensor) -> Tensor:
-    """A vector that is not finite must poison what attends to it, not the clustering of everything else."""
+    """Replace NaN and inf by 0: they must reach what attends to them, not the clustering of everything else."""
     return torch.nan_to_num(vectors, nan=0.0, posinf=0.0, neginf=0.0)
 
 

@@ -42,7 +42,7 @@ class Correction:
 
 
 def find_correction(far: FarField, accumulated: Summaries) -> Correction:
-    """For the summaries of what each block sees."""
+    """The correction for the `accumulated` summaries of what each block sees."""
     kind, values = far.config.dipole, far.values
     key_cluster, key_clusters = far.key_cluster, far.config.key_clusters
     if kind == "tilted":

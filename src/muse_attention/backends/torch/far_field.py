@@ -57,7 +57,7 @@ def attend_backward(
     rows = _selection_by_key_head(selected, shared_by)
     grad_out, out, lse = (by_key_head(tensor, shared_by) for tensor in (grad_out, merged.out, merged.lse))
     grad_lse = None if grad_lse is None else by_key_head(grad_lse, shared_by)
-    of_own = [by_key_head(gradient, heads_of) for gradient, heads_of in zip(own, (shared_by, 1, 1), strict=True)]
+    of_own = [by_key_head(gradient, heads_each) for gradient, heads_each in zip(own, (shared_by, 1, 1), strict=True)]
     gradients = [
         _attend_heads_backward(
             [gradient[group].to(heads.dtype) for gradient in of_own],
@@ -135,7 +135,7 @@ def _attend_heads_backward(
         grad_value.add_(to_values.view_as(grad_value))
 
     lse, grad_out = merged.lse.flatten(), heads.rows(grad_out)
-    # With `L`, all that a term's backward needs to know of the others.
+    # `delta` and `L` are all that a term's backward needs from the other terms.
     delta = (heads.rows(merged.out) * grad_out).sum(-1)
     delta = delta if grad_lse is None else delta - grad_lse.flatten()
     if selected.opened.shape[-1] > 0:

@@ -15,7 +15,7 @@ from torch import Tensor
 TILE_ELEMENTS = 1 << 21
 """Numbers in the largest intermediate of one batch of tiles."""
 LEAST_FILLING = 0.5
-"""A batch of tiles ends where the next tile would leave more than the rest of its rows to padding."""
+"""A batch of tiles ends where less than this share of the next tile's rows would be filled."""
 LEAST_FILLING_OF_NEIGHBOURS = 0.3
 """The same for neighbours, which cannot be sorted by size: another batch would cost more than the padding."""
 
@@ -48,11 +48,11 @@ class Tiles:
         return take_rows(table, self.rows)
 
     def scatter(self, table: Tensor, rows: Tensor) -> None:
-        """Write (T, m, ...) `rows` into `table`, whose last row takes what is padding."""
+        """Write (T, m, ...) `rows` into `table`, whose last row takes the padding."""
         table[torch.where(self.valid, self.rows, table.shape[0] - 1)] = rows
 
     def add(self, table: Tensor, rows: Tensor) -> None:
-        """Add (T, m, ...) `rows` to those of `table`, whose last row takes what is padding."""
+        """Add (T, m, ...) `rows` to those of `table`, whose last row takes the padding."""
         places = torch.where(self.valid, self.rows, table.shape[0] - 1)
         table.index_add_(0, places.flatten(), rows.flatten(0, 1))
 
@@ -63,7 +63,7 @@ def join(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
 
 
 def with_spare_row(rows: int, columns: int, like: Tensor) -> Tensor:
-    """A table of zeros with one more row than asked for, which takes what is padding."""
+    """A table of zeros with one more row than `rows`, which takes the padding."""
     return like.new_zeros(rows + 1, columns)
 
 
@@ -129,7 +129,7 @@ def tiles(
 
 
 def neighbour_tiles(groups: Groups, begin: int, end: int, elements_per_row: int) -> Iterator[tuple[slice, Tiles]]:
-    """Walk over the groups `begin` to `end` in order, some neighbours at a time: which ones, counted from `begin`.
+    """Walk over the groups `begin` to `end` in order, some neighbours at a time, with their range counted from `begin`.
 
     Tables with one entry for each group can then be read and written as slices, without a copy. A group too large for
     one batch comes in several.

@@ -1,10 +1,10 @@
 """Where float32 is too coarse for the logits.
 
-The backward pass finds the weights again from the lse: `p = exp(s - L)`. In float32 an `L` of 600 is rounded by up to
+The backward pass recomputes the weights from the lse: `p = exp(s - L)`. In float32 an `L` of 600 is rounded by up to
 3e-5, and so is every weight. Plain PyTorch keeps the weights and has no such error. So a float32 call on a CPU whose
 lse turns out large is computed again in float64, and its lse is kept in float64 for the backward pass. On a GPU that
-would wait for the device: there, float32 is computed in float32. Blockwise MuSe takes the results in
-float64 from the first large lse of each head on, so that no later token changes a bit of an earlier output.
+check would wait for the device, so float32 is computed in float32 there. Blockwise MuSe takes the results in float64
+from the first large lse of each head on, so that no later token changes a bit of an earlier output.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LARGEST_LSE = 64.0
 
 
 def lse_dtype(query: Tensor) -> torch.dtype:
-    """What the lse is returned in: float64 where it may have been computed so."""
+    """The dtype of the lse: float64 where it may have been computed so."""
     may_repeat = query.dtype == torch.float32 and query.device.type == "cpu"
     return torch.float64 if may_repeat else compute_dtype(query.dtype)
 

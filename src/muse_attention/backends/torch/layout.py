@@ -82,8 +82,8 @@ class Heads:
         return head_groups(key_heads, shared_by * (4 * min(SUMMARY_ELEMENTS, of_summaries) + of_rows))
 
     def __getitem__(self, group: slice) -> Heads:
-        some: dict[str, Any] = {name: part[group] for name, part in vars(self).items() if isinstance(part, Tensor)}
-        return dataclasses.replace(self, **some)
+        own: dict[str, Any] = {name: part[group] for name, part in vars(self).items() if isinstance(part, Tensor)}
+        return dataclasses.replace(self, **own)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -94,7 +94,7 @@ class Heads:
         return tensor.to(self.dtype).flatten(0, 2)
 
     def far_field(self) -> FarField:
-        """What the stages beyond the own block work on."""
+        """The inputs of the stages beyond the own block."""
         config = self.config
         key_heads, query_heads, length, _ = self.query.shape
         blocks = config.number_of_blocks(length)
@@ -161,7 +161,7 @@ class FarField:
         return self.values.flatten(0, 1)
 
     def parts(self) -> Iterator[FarField]:
-        """The far field of some query clusters at a time: nothing but the queries of a cluster reads its summaries.
+        """The far field of some query clusters at a time: only the queries of a cluster read its summaries.
 
         A dipole's correction is found for all of them together.
         """

@@ -27,12 +27,12 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, picks: Tensor, buckets
 
     `keys` and `values` are the rows that `buckets` groups.
     """
-    picks = _of_something(picks, buckets)
+    picks = _without_empty_buckets(picks, buckets)
     values = with_zero_row(torch.cat([values, torch.ones_like(values[:, :1])], dim=1))
     at_once = max(1, PARTIAL_ELEMENTS // values.shape[1] // max(1, picks.shape[1]))
     partials = [
-        _attend(some, keys, values, some_picks, buckets)
-        for some, some_picks in zip(queries.split(at_once), picks.split(at_once), strict=True)
+        _attend(rows, keys, values, picks_of_rows, buckets)
+        for rows, picks_of_rows in zip(queries.split(at_once), picks.split(at_once), strict=True)
     ]
     return Partial(join([partial.out for partial in partials]), join([partial.lse for partial in partials]))
 
@@ -56,7 +56,7 @@ def _attend(queries: Tensor, keys: Tensor, values: Tensor, picks: Tensor, bucket
 
 
 def _merge(out: Tensor, lse: Tensor) -> Partial:
-    """The pairs of each query into one."""
+    """Merge the pairs of each query."""
     merged = lse.logsumexp(-1)
     shares = exp_(lse - torch.where(merged == -torch.inf, 0, merged)[:, None])
     return Partial(torch.bmm(shares[:, None], out.view(*lse.shape, -1))[:, 0], merged)
@@ -76,7 +76,7 @@ def attend_backward(
     # Padded keys are the zero row: they give nothing to the queries, and what they receive falls into a spare row.
     keys, values = with_zero_row(keys), with_zero_row(values)
     grad_queries, grad_keys, grad_values = (torch.zeros_like(rows) for rows in (queries, keys, values))
-    for tile in _pair_tiles(_of_something(picks, buckets), buckets, queries.shape[-1]):
+    for tile in _pair_tiles(_without_empty_buckets(picks, buckets), buckets, queries.shape[-1]):
         tile_queries, tile_grad_out = take_rows(queries, tile.query_rows), take_rows(grad_out, tile.query_rows)
         tile_keys, tile_values = take_rows(keys, tile.key_places), take_rows(values, tile.key_places)
         # Padded queries get an infinite lse, and so no weight.
@@ -90,8 +90,8 @@ def attend_backward(
     return grad_queries, grad_keys[:-1], grad_values[:-1]
 
 
-def _of_something(picks: Tensor, buckets: Groups) -> Tensor:
-    """Without those of empty buckets, which only a query that is not finite can make."""
+def _without_empty_buckets(picks: Tensor, buckets: Groups) -> Tensor:
+    """The picks without empty buckets, which only a query that is not finite can pick."""
     return torch.where(buckets.sizes[picks.clamp(min=0)] > 0, picks, -1)
 
 
@@ -121,7 +121,7 @@ def _pair_tiles(picks: Tensor, buckets: Groups, head_dim: int) -> Iterator[_Pair
 
 
 def _buckets_by_size(buckets: Groups, pairs: Groups) -> Iterator[tuple[Tensor, int]]:
-    """The buckets that anyone picked, in batches of similar size: their numbers and the largest size."""
+    """The buckets that any query picked, in batches of similar size: their numbers and the largest size."""
     wanted = torch.nonzero(pairs.sizes)[:, 0]
     sizes, by_size = torch.sort(buckets.sizes[wanted], stable=True)
     wanted, lengths = wanted[by_size], sizes.tolist()

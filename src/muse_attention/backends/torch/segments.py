@@ -35,7 +35,7 @@ class Table:
     def differentiate(
         self, logits: Tensor, residuals: Tensor, grad_out: Tensor, lse: Tensor, delta: Tensor
     ) -> tuple[Tensor, Table]:
-        """Gradients of the residuals and of the table; `logits` are -inf where a column is no term, and used up."""
+        """Gradients of the residuals and of the table; `logits` are -inf where a column is no term, and overwritten."""
         weights = exp_(logits.sub_(lse).clamp_(max=0))
         d_logits = torch.bmm(grad_out, self.values.mT).sub_(delta).mul_(weights)
         gradient = Table(d_logits.sum(1, keepdim=True), d_logits.mT @ residuals, weights.mT @ grad_out)
@@ -51,20 +51,20 @@ class Table:
 class Segments:
     """Some neighbouring segments of one block: where their summaries are."""
 
-    some: slice
-    """of the axes (head, query cluster), flattened"""
+    places: slice
+    """range of the axes (head, query cluster), flattened"""
     block: int
     seen: int
     """They read the blocks before this one, but not their own."""
 
     def clusters(self, accumulated: Summaries) -> Table:
         """Views of the summaries accumulated over all the blocks they see. S = K."""
-        mass, keys, values = (part.flatten(0, 1)[self.some, self.block] for part in accumulated.parts())
+        mass, keys, values = (part.flatten(0, 1)[self.places, self.block] for part in accumulated.parts())
         return Table(mass[:, None], keys, values)
 
     def blocks(self, summaries: Summaries) -> tuple[Tensor, ...]:
         """Views of the summaries of each block: (T, seen, K, ...)."""
-        return tuple(part.flatten(0, 1)[self.some, : self.seen] for part in summaries.parts())
+        return tuple(part.flatten(0, 1)[self.places, : self.seen] for part in summaries.parts())
 
 
 @dataclass(frozen=True)
@@ -86,13 +86,13 @@ class Scored:
         of_block = heads * query_clusters
         for block in range(1 if self.is_causal else 0, blocks):
             begin = block * of_block
-            for some, tile in neighbour_tiles(self.groups, begin, begin + of_block, 2 * key_clusters):
-                where = Segments(some, block, block if self.is_causal else blocks)
+            for places, tile in neighbour_tiles(self.groups, begin, begin + of_block, 2 * key_clusters):
+                where = Segments(places, block, block if self.is_causal else blocks)
                 yield tile, where, tile.gather(self.residuals)
 
 
 class Gradients:
-    """Of the summaries, while a backward pass walks over the tiles that read them.
+    """Gradients of the summaries, while a backward pass walks over the tiles that read them.
 
     `lse` and `delta` are those of the merged softmax: `p = exp(s - lse)`, `ds = p (grad_out . value - delta)`.
     """
@@ -109,7 +109,7 @@ class Gradients:
 
 
 def attend_to_terms(tile: Tiles, logits: Sequence[Tensor], values: Sequence[Tensor], partial: Partial) -> None:
-    """Fill in the rows of a tile by one softmax over all columns; `logits` are -inf for no term, and used up."""
+    """Fill in the rows of a tile by one softmax over all columns; `logits` are -inf for no term, and overwritten."""
     shift = torch.stack([part.amax(-1) for part in logits]).amax(0)[..., None]
     shift = torch.where(shift == -torch.inf, 0, shift)
     weights = [exp_(part.sub_(shift)) for part in logits]

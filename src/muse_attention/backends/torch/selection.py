@@ -1,4 +1,4 @@
-"""Stage 4: open as many clusters for every query, and retrieve as many blocks of each.
+"""Stage 4: open the same number of clusters for every query, and retrieve the same number of blocks of each.
 
 Work goes segment by segment: the queries of one query cluster in one block read the same summaries, so their scores
 are one matrix product. They also open much the same clusters, so the blocks of all clusters that any of them opens are
@@ -19,7 +19,7 @@ from muse_attention.core.structures import Partial, Selection, Summaries
 def select_and_attend(scored: Scored, selection: Selection, partial: Partial, *, select: bool, attend: bool) -> None:
     """Fill in rows: if `select`, of `selection`; if `attend`, of `partial`.
 
-    `partial` is attention to the summary terms that `selection` leaves. What is filled in has a spare last row.
+    `partial` is attention to the summary terms that `selection` leaves. Tables to fill in have a spare last row.
     """
     for tile, where, residuals in scored.walk():
         clusters = where.clusters(scored.accumulated)
@@ -31,18 +31,18 @@ def select_and_attend(scored: Scored, selection: Selection, partial: Partial, *,
                 tile.scatter(selection.opened, opened.int())
             else:
                 opened = tile.gather(selection.opened).long()
-            some = _OpenedBlocks.of(where, opened, cluster_logits.shape[-1])
-            blocks = some.copy(scored.summaries)
+            of_opened = _OpenedBlocks.of(where, opened, cluster_logits.shape[-1])
+            blocks = of_opened.copy(scored.summaries)
             block_logits = blocks.logits(residuals)  # (T, m, seen U)
             logits.append(block_logits)
             values.append(blocks.values)
             if select:
-                retrieved = some.retrieve(block_logits, selection.retrieved.shape[-1])
+                retrieved = of_opened.retrieve(block_logits, selection.retrieved.shape[-1])
                 tile.scatter(selection.retrieved, retrieved.int())
             else:
                 retrieved = tile.gather(selection.retrieved).long()
             _close_opened(cluster_logits, opened)
-            some.keep_only_terms(block_logits, retrieved)
+            of_opened.keep_only_terms(block_logits, retrieved)
         if attend:
             attend_to_terms(tile, logits, values, partial)
 
@@ -60,12 +60,12 @@ def attend_backward(scored: Scored, selection: Selection, gradients: Gradients, 
         to_residuals, gradient = clusters.differentiate(logits, residuals, *of_tile)
         where.clusters(gradients.accumulated).add_(gradient)
         if has_opened:
-            some = _OpenedBlocks.of(where, opened, clusters.keys.shape[1])
-            blocks = some.copy(scored.summaries)
+            of_opened = _OpenedBlocks.of(where, opened, clusters.keys.shape[1])
+            blocks = of_opened.copy(scored.summaries)
             logits = blocks.logits(residuals)
-            some.keep_only_terms(logits, tile.gather(selection.retrieved).long())
+            of_opened.keep_only_terms(logits, tile.gather(selection.retrieved).long())
             of_blocks, gradient = blocks.differentiate(logits, residuals, *of_tile)
-            some.add_to(gradients.of_buckets, gradient)
+            of_opened.add_to(gradients.of_buckets, gradient)
             to_residuals += of_blocks
         tile.scatter(fill_in, to_residuals)
 

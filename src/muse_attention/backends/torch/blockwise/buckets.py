@@ -13,7 +13,7 @@ from muse_attention.config import MuSeConfig
 
 @dataclass(frozen=True)
 class Buckets:
-    """Of the blocks that are seen. Buckets are counted block after block."""
+    """The buckets of the blocks that are seen, counted block after block."""
 
     keys: Tensor
     """(seen keys + 1, D): the last row is 0, for padding"""
@@ -30,7 +30,7 @@ class Buckets:
 
     @classmethod
     def of(cls, keys: Tensor, values: Tensor, assignment: Tensor, seen_blocks: int, config: MuSeConfig) -> Buckets:
-        """Of (N, D) keys, (N, Dv) values and (N,) clusters."""
+        """The buckets of (N, D) keys and (N, Dv) values by their (N,) clusters."""
         seen = min(keys.shape[0], seen_blocks * config.block_size)
         position = torch.arange(seen, device=keys.device)
         bucket = position // config.block_size * config.key_clusters + assignment[:seen].long()

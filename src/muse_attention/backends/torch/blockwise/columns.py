@@ -1,13 +1,13 @@
 """What the queries of a block read: the summary of every bucket they see, one column each.
 
 A query wants the keys of a bucket whose summary is expected to be wrong by the tolerance or more. Both sides of that
-comparison are kept as products of something of the query and something of the bucket, as far as that goes.
+comparison are kept as products of a factor of the query and a factor of the bucket where that is possible.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -31,18 +31,18 @@ class Columns:
     """(Q, S, Dv)"""
     deviation: Tensor
     """(Q, S): standard deviation of the logits of a bucket's keys, for a query of reach 1"""
-    most: Tensor
+    deviation_limit: Tensor
     """(S,): the deviation up to which the mass of so few keys grows with its square"""
-    feared: Tensor
-    """(Q, S): the deviation that an error is expected from"""
-    price: Tensor
-    """(S,): what an expected error is multiplied by, less for large buckets; nan for no term"""
+    error_deviation: Tensor
+    """(Q, S): the deviation from which the expected error follows"""
+    error_factor: Tensor
+    """(S,): factor of the expected error, smaller for large buckets; nan for no term"""
 
     def without(self, own: slice) -> Columns:
-        """Without the buckets of a query's own block."""
-        log_mass, price = self.log_mass.clone(), self.price.clone()
-        log_mass[:, own], price[own] = -math.inf, math.nan
-        return Columns(log_mass, self.keys, self.values, self.deviation, self.most, self.feared, price)
+        """The columns without the buckets of a query's own block."""
+        log_mass, error_factor = self.log_mass.clone(), self.error_factor.clone()
+        log_mass[:, own], error_factor[own] = -math.inf, math.nan
+        return replace(self, log_mass=log_mass, error_factor=error_factor)
 
     def logits(self, slots: Slots, residuals: Tensor, reach: Tensor, *, second_order: bool) -> Tensor:
         """(slots, rows, S): `r . kbar + mu`, and to second order what the spread of keys adds to a bucket's mass."""
@@ -51,8 +51,8 @@ class Columns:
             torch.addmm(self.log_mass[cluster], residuals[place], self.keys[cluster], out=logits[place])
         if second_order:
             sigma = reach[..., None] * self.deviation[slots.cluster, None]
-            # sigma^2 / 2 up to `most`, and from there on the line that continues it: so few keys cannot have more.
-            within = torch.minimum(sigma, self.most)
+            # sigma^2 / 2 up to `deviation_limit`, then the line that continues it: so few keys cannot have more.
+            within = torch.minimum(sigma, self.deviation_limit)
             logits.addcmul_(within, sigma.sub_(within, alpha=0.5))
         return logits
 
@@ -66,21 +66,21 @@ class Columns:
         if config.caution > 0:
             # `expm1(caution sigma) / caution`
             to_base_2 = config.caution * math.log2(math.e)
-            error = (reach * to_base_2)[..., None] * self.feared[slots.cluster, None]
+            error = (reach * to_base_2)[..., None] * self.error_deviation[slots.cluster, None]
             error.clamp_(max=LARGEST_GROWTH * math.log2(math.e)).exp2_().sub_(1)
             threshold = threshold * config.caution
         else:
-            error = reach[..., None] * self.feared[slots.cluster, None]
-        wanted = error.mul_(weights).mul_(self.price) >= threshold[..., None]
+            error = reach[..., None] * self.error_deviation[slots.cluster, None]
+        wanted = error.mul_(weights).mul_(self.error_factor) >= threshold[..., None]
         rows = torch.where(wanted, slots.row_in_tile[..., None], NO_ROW)
         return rows.unflatten(1, (slots.tiles.shape[1], -1)).amin(2)
 
 
-def leave_out_retrieved(table: Tensor, slots: Slots, first: Tensor, nothing: float = 0) -> None:
-    """Set to `nothing`, in place, the (slots, rows, S) weights or logits of buckets whose keys are attended to."""
+def leave_out_retrieved(table: Tensor, slots: Slots, first: Tensor, filler: float = 0) -> None:
+    """Set to `filler`, in place, the (slots, rows, S) weights or logits of buckets whose keys are attended to."""
     tiles = first.shape[1]
     retrieved = slots.row_in_tile.unflatten(1, (tiles, -1))[..., None] >= first[:, :, None]
-    table.masked_fill_(retrieved.flatten(1, 2), nothing)
+    table.masked_fill_(retrieved.flatten(1, 2), filler)
 
 
 def weigh(logits: Tensor) -> tuple[Tensor, Tensor]:

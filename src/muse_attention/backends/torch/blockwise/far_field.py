@@ -72,7 +72,7 @@ def attend_backward(
         for block in head.blocks():
             at = block.at
             wide_grad = grad_out[at].to(head.dtype)
-            # With `L`, all that a term's backward needs to know of the others.
+            # `delta` and `L` are all that a term's backward needs from the other terms.
             delta = (merged.out[at].to(head.dtype) * wide_grad).sum(-1)
             delta = delta if grad_lse is None else delta - grad_lse[at]
             to_queries = _attend_block_backward(
@@ -123,7 +123,7 @@ class _Head:
         return self.buckets.keys.dtype
 
     def blocks(self) -> Iterator[_Block]:
-        """Of each query head, all blocks that see any other."""
+        """All blocks that see any other, for each query head."""
         config = self.call.config
         for place, query_head in enumerate(self.query_heads):
             for number in range(max(self.call.first_block, self.call.is_causal), self.generations.blocks):
@@ -136,18 +136,18 @@ class _Head:
                 yield _Block(self, place, (self.at[0], query_head, rows), number, generation, columns)
 
     def _columns(self, place: int, generation: int, seen: int) -> Columns:
-        """Of the first `seen` buckets, from the table of a generation."""
+        """Columns of the first `seen` buckets, from the table of a generation."""
         table, size = self.tables[generation], self.buckets.sizes[:seen].to(self.dtype)
         variance = self.spread.tilted[generation][place, :, :seen]
         # Where a centroid looks at one key of a bucket, its weights do not tell how far away the others are.
-        feared = torch.maximum(variance, LEAST_PLAIN_SPREAD * self.spread.plain[:seen]).sqrt()
+        error_deviation = torch.maximum(variance, LEAST_PLAIN_SPREAD * self.spread.plain[:seen]).sqrt()
         return Columns(
             table.log_mass[place, :, :seen],
             self.transposed_keys[generation][place, ..., :seen],
             table.value_mean[place, :, :seen],
             variance.sqrt(),
             (2 * size.clamp(min=1).log()).sqrt(),
-            feared,
+            error_deviation,
             torch.where(size > 0, (size / self.call.config.mean_bucket).rsqrt(), torch.nan),
         )
 
@@ -158,7 +158,7 @@ class _Block:
 
     head: _Head
     place: int
-    """of the query head among those at hand"""
+    """of the query head in `head.query_heads`"""
     at: tuple[int, int, slice]
     """sequence, query head, and positions"""
     number: int
@@ -192,8 +192,8 @@ class _Block:
         return logits, residuals, reach
 
     def slope(self, residuals: Tensor, reach: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
-        """What the values of summaries gain for each query, (slots, rows, Dv), if they gain any; with the (D, Dv)
-        matrix that the residuals are multiplied by, and the factor of each."""
+        """What first order adds to the values of summaries for each query, (slots, rows, Dv); the (D, Dv) matrix and
+        the factors by which residuals are multiplied. None without first order."""
         if self.head.slopes is None:
             return None
         matrix, factor = self.head.slopes.of_rows(self.place, self.number, reach)
@@ -234,28 +234,28 @@ def _attend_block(block: _Block, own: Partial, selected: Tensor, *, decide: bool
     own_lse = gather(own.lse, slots.rows)
     first = queries.new_empty(*slots.tiles.shape, seen, dtype=torch.uint8)
     out, lse = queries.new_empty(*slots.rows.shape, value_dim), torch.empty_like(own_lse)
-    for some, of_some in slots.split(block.slots_at_once):
-        logits, residuals, reach = block.score(of_some, queries[some])
+    for batch, batch_slots in slots.split(block.slots_at_once):
+        logits, residuals, reach = block.score(batch_slots, queries[batch])
         weights, shift = weigh(logits)
         if decide:
-            log_total = torch.logaddexp(own_lse[some] - shift, weights.sum(-1).log_())
-            first[some] = columns.decide(of_some, weights, reach, log_total, config)
+            log_total = torch.logaddexp(own_lse[batch] - shift, weights.sum(-1).log_())
+            first[batch] = columns.decide(batch_slots, weights, reach, log_total, config)
         else:
-            first[some] = _read_selection(of_some, selected, columns)
-        leave_out_retrieved(weights, of_some, first[some])
+            first[batch] = _read_selection(batch_slots, selected, columns)
+        leave_out_retrieved(weights, batch_slots, first[batch])
         total = weights.sum(-1)
-        is_faint = (total < FAINTEST) & _has_rest(of_some, first[some])
+        is_faint = (total < FAINTEST) & _has_rest(batch_slots, first[batch])
         if is_faint.any():  # (The other rows must not change by a bit.)
-            logits, _, _ = block.score(of_some, queries[some])
-            leave_out_retrieved(logits, of_some, first[some], -torch.inf)
+            logits, _, _ = block.score(batch_slots, queries[batch])
+            leave_out_retrieved(logits, batch_slots, first[batch], -torch.inf)
             of_rest, shift_of_rest = weigh(logits)
             weights = torch.where(is_faint[..., None], of_rest, weights)
             shift, total = torch.where(is_faint, shift_of_rest, shift), weights.sum(-1)
-        sums = products(weights, columns.values, of_some)
-        out[some] = sums.div_(torch.where(total == 0, 1, total)[..., None])
+        sums = products(weights, columns.values, batch_slots)
+        out[batch] = sums.div_(torch.where(total == 0, 1, total)[..., None])
         if slope := block.slope(residuals, reach):
-            out[some] += slope[0]
-        lse[some] = total.log_().add_(shift)
+            out[batch] += slope[0]
+        lse[batch] = total.log_().add_(shift)
     if decide:
         is_tile = slots.tiles >= 0
         selected[slots.tiles[is_tile], :seen] = first[is_tile]
@@ -293,22 +293,24 @@ def _attend_block_backward(
     row_grad, row_delta = gather(grad_out, slots.rows), gather(delta, slots.rows)
     first = queries.new_empty(*slots.tiles.shape, seen, dtype=torch.uint8)
     to_queries = torch.empty_like(queries)
-    for some, of_some in slots.split(block.slots_at_once):
-        logits, residuals, reach = block.score(of_some, queries[some])
+    for batch, batch_slots in slots.split(block.slots_at_once):
+        logits, residuals, reach = block.score(batch_slots, queries[batch])
         slope = block.slope(residuals, reach)
-        some_delta = row_delta[some] if slope is None else row_delta[some] - (row_grad[some] * slope[0]).sum(-1)
-        weights = exp_(logits.sub_(row_lse[some][..., None]).clamp_(max=0))
-        first[some] = _read_selection(of_some, selected, columns)
-        leave_out_retrieved(weights, of_some, first[some])
-        d_logits = products(row_grad[some], of_values[..., :seen], of_some).sub_(some_delta[..., None]).mul_(weights)
-        to_queries[some] = products(d_logits, of_keys, of_some)
+        batch_delta = row_delta[batch] if slope is None else row_delta[batch] - (row_grad[batch] * slope[0]).sum(-1)
+        weights = exp_(logits.sub_(row_lse[batch][..., None]).clamp_(max=0))
+        first[batch] = _read_selection(batch_slots, selected, columns)
+        leave_out_retrieved(weights, batch_slots, first[batch])
+        d_logits = (
+            products(row_grad[batch], of_values[..., :seen], batch_slots).sub_(batch_delta[..., None]).mul_(weights)
+        )
+        to_queries[batch] = products(d_logits, of_keys, batch_slots)
         if slope is not None:
             _, matrix, factor = slope
-            to_queries[some] += (row_grad[some] @ matrix.mT) * (factor * weights.sum(-1))[..., None]
-        for place, cluster in enumerate(of_some.cluster.tolist()):
+            to_queries[batch] += (row_grad[batch] @ matrix.mT) * (factor * weights.sum(-1))[..., None]
+        for place, cluster in enumerate(batch_slots.cluster.tolist()):
             d_mass[cluster] += d_logits[place].sum(0)
             d_keys[cluster].addmm_(d_logits[place].mT, residuals[place])
-            d_values[cluster].addmm_(weights[place].mT, row_grad[some][place])
+            d_values[cluster].addmm_(weights[place].mT, row_grad[batch][place])
     tiles = (-1, config.tile)
     by_tile = _with_padding(to_queries.view(*tiles, queries.shape[-1]))
     retrieval.attend_backward(
@@ -334,9 +336,9 @@ def _has_rest(slots: Slots, first: Tensor) -> Tensor:
 
 
 def _read_selection(slots: Slots, selected: Tensor, columns: Columns) -> Tensor:
-    """(slots, tiles, S) uint8: the first rows that a selection has."""
+    """(slots, tiles, S) uint8: the first rows of a selection."""
     first = selected[slots.tiles.clamp(min=0), : columns.log_mass.shape[1]]
-    return first.masked_fill_((slots.tiles < 0)[..., None] | columns.price.isnan(), NO_ROW)
+    return first.masked_fill_((slots.tiles < 0)[..., None] | columns.error_factor.isnan(), NO_ROW)
 
 
 def gather(table: Tensor, rows: Tensor) -> Tensor:

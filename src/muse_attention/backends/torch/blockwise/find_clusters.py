@@ -49,12 +49,12 @@ def _cluster_queries(queries: Tensor, generations: Generations, config: MuSeConf
     centroids, assignment = [], torch.zeros_like(queries[..., 0], dtype=torch.int32)
     for number in range(generations.number):
         past = min(length, generations.past(number) * block_size)
-        found = clustering.find_centroids(queries[:, :past], config.query_clusters, config)
-        centroids.append(found)
+        new_centroids = clustering.find_centroids(queries[:, :past], config.query_clusters, config)
+        centroids.append(new_centroids)
         first = past if generations.is_causal else 0
         if first < length:
             served = slice(first, min(length, 2 * past))
-            assignment[:, served] = clustering.nearest(queries[:, served], found)
+            assignment[:, served] = clustering.nearest(queries[:, served], new_centroids)
     return torch.stack(centroids, 1), assignment
 
 
@@ -64,18 +64,18 @@ def _cluster_keys(keys: Tensor, generations: Generations, config: MuSeConfig) ->
     heads, length, head_dim = keys.shape
     assignment = torch.zeros_like(keys[..., 0], dtype=torch.int32)
     centroids, largest, squares, counts = [], [], [], []
-    whole = length // config.block_size
-    # Whole blocks side by side; a short last one, which only a sequence without a causal mask sees, by itself.
-    for first, last in ((0, min(whole, generations.seen_blocks)), (whole, generations.seen_blocks)):
+    full_blocks = length // config.block_size
+    # Full blocks side by side; a short last one, which only a sequence without a causal mask sees, by itself.
+    for first, last in ((0, min(full_blocks, generations.seen_blocks)), (full_blocks, generations.seen_blocks)):
         if first >= last:
             continue
         rows = slice(first * config.block_size, min(length, last * config.block_size))
         blocks = keys[:, rows].reshape(heads * (last - first), -1, head_dim)
-        found = clustering.find_centroids(blocks, config.key_clusters, config)
-        nearest = clustering.nearest(blocks, found)
+        new_centroids = clustering.find_centroids(blocks, config.key_clusters, config)
+        nearest = clustering.nearest(blocks, new_centroids)
         assignment[:, rows] = nearest.view(heads, -1)
-        centroids.append(found.view(heads, last - first, -1, head_dim))
-        residuals = blocks - found.gather(1, nearest.long()[..., None].expand_as(blocks))
+        centroids.append(new_centroids.view(heads, last - first, -1, head_dim))
+        residuals = blocks - new_centroids.gather(1, nearest.long()[..., None].expand_as(blocks))
         size = residuals.abs().amax((1, 2))
         residuals /= size.clamp(min=1e-30)[:, None, None]  # squares of large ones would overflow
         largest.append(size.view(heads, -1))

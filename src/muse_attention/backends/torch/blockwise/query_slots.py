@@ -1,6 +1,6 @@
-"""Where the queries of a block go: slots of as many rows each, of one query cluster, in order of position.
+"""Where the queries of a block go: slots of equal size, each of one query cluster, in order of position.
 
-A slot is some whole tiles. Every matrix product works on whole slots or tiles, and on a fixed number of them, so that
+A slot is one or more tiles. Every matrix product works on whole slots or tiles, and on a fixed number of them, so that
 its shape, and with it the rounding of each row, is the same whatever the other queries of the block are.
 """
 
@@ -16,12 +16,12 @@ from muse_attention.config import MuSeConfig
 from muse_attention.core.query_tiles import NO_ROW
 
 LEAST_ROWS, MOST_ROWS = 16, 128
-"""Of a slot, where a tile does not have more."""
+"""Rows of a slot, unless a tile has more."""
 
 
 @dataclass(frozen=True)
 class Slots:
-    """Of one block of one query head."""
+    """The slots of one block of one query head."""
 
     cluster: Tensor
     """(slots,) int64: the query cluster of each"""
@@ -34,7 +34,7 @@ class Slots:
 
     @classmethod
     def of(cls, assignment: Tensor, config: MuSeConfig, *, at_once: int) -> Slots:
-        """Of the (n,) clusters of a block's queries; empty slots make their number a multiple of `at_once`."""
+        """Slots by the (n,) clusters of a block's queries; empty slots make their number a multiple of `at_once`."""
         size, tile, queries = slot_rows(config), config.tile, assignment.shape[0]
         device = assignment.device
         order = assignment.sort(stable=True).indices
@@ -62,8 +62,8 @@ class Slots:
 
     def split(self, at_once: int) -> Iterator[tuple[slice, Slots]]:
         for begin in range(0, self.cluster.shape[0], at_once):
-            some = slice(begin, begin + at_once)
-            yield some, Slots(self.cluster[some], self.rows[some], self.row_in_tile[some], self.tiles[some])
+            batch = slice(begin, begin + at_once)
+            yield batch, Slots(self.cluster[batch], self.rows[batch], self.row_in_tile[batch], self.tiles[batch])
 
 
 def slot_rows(config: MuSeConfig) -> int:

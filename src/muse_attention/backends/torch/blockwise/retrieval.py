@@ -23,12 +23,12 @@ CHUNK = 128
 CHUNKS_AT_ONCE = 16
 """Chunks in one batch of matrix products."""
 CHUNKS_IN_MEMORY = 512
-"""About as many chunks have their results kept until those of a tile are merged."""
+"""About as many chunks keep their results until those of a tile are merged."""
 
 
 @dataclass(frozen=True)
 class Chunks:
-    """Of the keys of some tiles; those of a tile follow each other. Their number is a multiple of `CHUNKS_AT_ONCE`."""
+    """Keys of some tiles, in chunks; a tile's follow each other. Their number is a multiple of `CHUNKS_AT_ONCE`."""
 
     tile: Tensor
     """(chunks,) int64; the number after all tiles for an empty chunk"""
@@ -39,8 +39,8 @@ class Chunks:
 
     def split(self) -> Iterator[tuple[slice, Chunks]]:
         for begin in range(0, self.tile.shape[0], CHUNKS_AT_ONCE):
-            some = slice(begin, begin + CHUNKS_AT_ONCE)
-            yield some, Chunks(self.tile[some], self.rows[some], self.first[some])
+            batch = slice(begin, begin + CHUNKS_AT_ONCE)
+            yield batch, Chunks(self.tile[batch], self.rows[batch], self.first[batch])
 
 
 def chunks_of_keys(first: Tensor, buckets: Buckets) -> Iterator[Chunks]:
@@ -67,7 +67,7 @@ def chunks_of_keys(first: Tensor, buckets: Buckets) -> Iterator[Chunks]:
 def _lay_out(
     tile: Tensor, bucket: Tensor, row: Tensor, chunks: Tensor, first_tile: int, tiles: int, buckets: Buckets
 ) -> Chunks:
-    """Of pairs of a tile and a bucket, in order; `chunks` of each tile from the first of them on."""
+    """Chunks for ordered pairs of a tile and a bucket; `chunks` counts those of each tile from the first on."""
     device = tile.device
     sizes = buckets.sizes[bucket]
     begins = sizes.cumsum(0) - sizes
@@ -98,12 +98,12 @@ def attend(queries: Tensor, row_in_tile: Tensor, first: Tensor, buckets: Buckets
     for group in chunks_of_keys(first, buckets):
         number = group.tile.shape[0]
         sums, totals, shifts = queries.new_empty(number, rows, value_dim), *queries.new_empty(2, number, rows)
-        for some, chunks in group.split():
+        for batch, chunks in group.split():
             logits = _logits(queries, row_in_tile, chunks, take_rows(buckets.keys, chunks.rows))
-            shifts[some] = logits.amax(-1)
-            weights = exp_(logits.sub_(_finite(shifts[some])[..., None]))
-            totals[some] = weights.sum(-1)
-            sums[some] = torch.bmm(weights, take_rows(buckets.values, chunks.rows))
+            shifts[batch] = logits.amax(-1)
+            weights = exp_(logits.sub_(_finite(shifts[batch])[..., None]))
+            totals[batch] = weights.sum(-1)
+            sums[batch] = torch.bmm(weights, take_rows(buckets.values, chunks.rows))
         largest.scatter_reduce_(0, group.tile[:, None].expand_as(shifts), shifts, "amax")
         shares = exp_(shifts.sub_(_finite(largest)[group.tile]))
         total.index_add_(0, group.tile, totals.mul_(shares))

@@ -18,7 +18,7 @@ from muse_attention.core.slopes import LARGEST_REACH, TILT_OF_SLOPE
 
 @dataclass(frozen=True)
 class Slopes:
-    """Of `R` query heads."""
+    """The slopes of `R` query heads."""
 
     matrix: Tensor
     """(R, nb, D, Dv)"""
@@ -26,15 +26,15 @@ class Slopes:
     """(R, nb): variance of the keys about the means of their buckets"""
 
     def of_rows(self, place: int, block: int, reach: Tensor) -> tuple[Tensor, Tensor]:
-        """The (D, Dv) matrix of a head and block, and what it is multiplied by for queries that reach so far."""
+        """The (D, Dv) matrix of a head and block, and its factor for queries of this reach."""
         reach = reach * self.spread[place, block].sqrt()
         return self.matrix[place, block], LARGEST_REACH / reach.clamp(min=LARGEST_REACH)
 
 
 def find_slopes(buckets: Buckets, centroids: Tensor, generations: Generations) -> Slopes:
-    """For (R, S, Q, D) centroids."""
+    """The slopes for (R, S, Q, D) centroids."""
     heads, head_dim, value_dim = centroids.shape[0], buckets.keys.shape[1], buckets.values.shape[1]
-    found = Slopes(
+    slopes = Slopes(
         centroids.new_zeros(heads, generations.blocks, head_dim, value_dim),
         centroids.new_zeros(heads, generations.blocks),
     )
@@ -50,10 +50,10 @@ def find_slopes(buckets: Buckets, centroids: Tensor, generations: Generations) -
                 sees = torch.arange(len(of_blocks), device=mass.device)
                 sees = sees < block if generations.is_causal else sees != block
                 share = torch.softmax(mass[sees], 0)
-                # What is not finite must poison what attends to it, not all that has a slope.
-                found.matrix[head, block] = _finite(torch.tensordot(share, matrix[sees], 1))
-                found.spread[head, block] = _finite(share @ spread[sees])
-    return found
+                # NaN and inf must reach what attends to them, not every output that has a slope.
+                slopes.matrix[head, block] = _finite(torch.tensordot(share, matrix[sees], 1))
+                slopes.spread[head, block] = _finite(share @ spread[sees])
+    return slopes
 
 
 def _of_block(buckets: Buckets, bucket: Tensor, block: int, centre: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Every bucket as each query centroid that may see it does, a block at a time."""
+"""Summaries of every bucket for each query centroid that may see it, a block at a time."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from muse_attention.core.generations import Generations
 from muse_attention.core.structures import Summaries
 
 Table = Summaries
-"""Those that the centroids of one generation have of all buckets it sees, for `R` query heads: (R, Q, buckets, ...)."""
+"""Summaries of all buckets that a generation sees, by its centroids, for `R` query heads: (R, Q, buckets, ...)."""
 
 
 @dataclass(frozen=True)
 class Spread:
-    """How far the keys of each bucket are apart, in each dimension on average. It carries no gradient."""
+    """How far apart the keys of each bucket are, in each dimension on average. It carries no gradient."""
 
     tilted: list[Tensor]
     """(R, Q, buckets) for each generation: `E |k - kbar|^2 / D` under the weights of a summary"""
@@ -103,7 +103,7 @@ def summarise_backward(
 def _plain_spread(buckets: Buckets) -> tuple[Tensor, Tensor, Tensor]:
     """Squared distances of keys from the mean of their bucket, that mean, and the variance.
 
-    Distances from a point nearby are what tilted variances are found from, so that little of them cancels.
+    Tilted variances are computed from distances to a nearby point, so that little cancels.
     """
     keys, sizes = buckets.keys[:-1], buckets.sizes
     bucket = torch.repeat_interleave(torch.arange(sizes.shape[0], device=sizes.device), sizes)
@@ -130,7 +130,7 @@ def _tiles_of_block(buckets: Buckets, block: int, points: int) -> Iterator[Tiles
 
 
 def _read(tables: list[Table], of_block: slice) -> list[Tensor]:
-    """(K, C, ...): the parts of all that see a block."""
+    """(K, C, ...): the parts of the tables that see a block."""
     seeing = [table for table in tables if table.log_mass.shape[2] >= of_block.stop]
     return [
         torch.cat([part[:, :, of_block].flatten(0, 1) for part in parts]).transpose(0, 1).contiguous()
