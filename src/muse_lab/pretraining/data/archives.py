@@ -1,8 +1,8 @@
 """Source archives, read without unpacking them: nothing is written, nothing is followed, and sizes have limits.
 
-Members that are links or devices, or that have paths which lead elsewhere, are refused one by one. An archive that is
-cut short, damaged, encrypted or blows up is a BrokenSourceError. It is read as a whole before its first file is given:
-the checksum of a `.tar.gz` is behind everything.
+Members that are links or devices, or whose paths lead elsewhere, are refused one by one. An archive that is cut short,
+damaged, encrypted or unpacks to too much raises BrokenSourceError. It is read to its end before its first file is
+yielded: the checksum of a `.tar.gz` comes last.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _LARGE_NUMBER = 2**16 - 1
 class ArchiveLimits:
     members: int = 200_000
     unpacked: int = 2**30
-    """bytes of all that is read"""
+    """bytes in all"""
     ratio: int = 100
     """of unpacked to packed bytes, above `free_bytes`"""
     free_bytes: int = 2**24
@@ -43,17 +43,17 @@ class ArchiveLimits:
 def read_archive(
     path: Path, wanted: Callable[[str], bool], *, largest: int, limits: ArchiveLimits | None = None
 ) -> Iterator[File]:
-    """Its files with a `wanted` path, in the order of their paths in a zip, as they come in a tar.
+    """The files of an archive with a `wanted` path: sorted by path in a zip, in stored order in a tar.
 
-    A folder that holds everything else is left out of the paths. Files above `largest` bytes are named, and
-    not read to their end.
+    A folder that holds everything else is left out of the paths. Files above `largest` bytes are yielded, but not read
+    to their end.
     """
     limits = limits or ArchiveLimits()
     members = _zip_members if path.suffix in (".zip", ".whl") else _tar_members
     names, files = [], []
     try:
-        most = min(limits.unpacked, max(limits.free_bytes, path.stat().st_size * limits.ratio))
-        for file in members(path, wanted, largest, _Allowance(most)):
+        limit = min(limits.unpacked, max(limits.free_bytes, path.stat().st_size * limits.ratio))
+        for file in members(path, wanted, largest, _Allowance(limit)):
             names.append(file.path)
             if wanted(file.path):
                 files.append(file)
@@ -63,7 +63,7 @@ def read_archive(
         raise BrokenSourceError(f"cut short or damaged ({error})") from error
     except OSError as error:
         raise BrokenSourceError(error.strerror or str(error)) from error
-    except (ArithmeticError, LookupError, RuntimeError, ValueError) as error:  # headers make no sense
+    except (ArithmeticError, LookupError, RuntimeError, ValueError) as error:  # invalid headers
         raise BrokenSourceError(f"damaged ({error})") from error
     prefix = _common_folder(names)
     for file in files:
@@ -75,20 +75,20 @@ def read_archive(
 class _Allowance:
     """Bytes that an archive may still unpack."""
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
         self._unpacked = 0
 
     def read(self, stream: Any, size: int) -> bytes:
         content: bytes = stream.read(size)
         self._unpacked += len(content)
-        if self._unpacked > self._most:
-            raise BrokenSourceError(f"unpacks to more than {self._most} bytes")
+        if self._unpacked > self._limit:
+            raise BrokenSourceError(f"unpacks to more than {self._limit} bytes")
         return content
 
 
 def _zip_members(path: Path, wanted: Callable[[str], bool], largest: int, allowance: _Allowance) -> Iterator[File]:
-    """All that is no folder. Each member is opened: what stands before it must agree with the directory of the zip."""
+    """All members but folders. Each is opened, because its header must agree with the directory of the zip."""
     with open(path, "rb") as packed, zipfile.ZipFile(packed) as archive:
         packed.seek(-_ZIP_END - len(archive.comment), io.SEEK_END)
         listed = int.from_bytes(packed.read(_ZIP_END)[10:12], "little")
@@ -110,12 +110,12 @@ def _zip_members(path: Path, wanted: Callable[[str], bool], largest: int, allowa
 
 
 def _tar_members(path: Path, wanted: Callable[[str], bool], largest: int, allowance: _Allowance) -> Iterator[File]:
-    """All that is no folder."""
+    """All members but folders."""
     with gzip.open(path) as packed:
         unpacked: Any = _Counted(packed, allowance)
         archive: Any = tarfile.open(fileobj=unpacked, mode="r|", tarinfo=_Member)  # noqa: SIM115
         while (member := archive.next()) is not None:
-            archive.members.clear()  # it keeps all it has seen
+            archive.members.clear()  # else it keeps every member
             if member.isdir():
                 continue
             content, refused = b"", ""
@@ -125,7 +125,7 @@ def _tar_members(path: Path, wanted: Callable[[str], bool], largest: int, allowa
                 content = archive.extractfile(member).read()
             yield File(member.name, member.size, functools.partial(bytes, content), refused)
         while unpacked.read(_READ_AT_ONCE):
-            pass  # the checksum is behind what tarfile reads
+            pass  # the checksum comes after what tarfile reads
 
 
 class _Counted:
@@ -136,7 +136,7 @@ class _Counted:
 
 
 class _Member(tarfile.TarInfo):
-    """A header that makes no sense is a fault: tarfile takes it for the end, unless it is the first."""
+    """Raises BrokenSourceError for an invalid header, which tarfile takes for the end unless it is the first."""
 
     @classmethod
     def fromtarfile(cls, archive: Any) -> Self:
@@ -144,7 +144,7 @@ class _Member(tarfile.TarInfo):
         try:
             return super().fromtarfile(archive)
         except tarfile.HeaderError as error:
-            if isinstance(error, tarfile.EOFHeaderError):  # type: ignore[attr-defined]  # the mark of the end
+            if isinstance(error, tarfile.EOFHeaderError):  # type: ignore[attr-defined]  # the end mark
                 raise
             raise BrokenSourceError(f"cut short or damaged ({error} at byte {start})") from error
 
