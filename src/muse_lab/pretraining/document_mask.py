@@ -1,7 +1,7 @@
 """Samples whose documents are kept apart: positions restart, and no target is in another document.
 
-An end mark is the last token of every document, so the tokens of a sample tell where its documents begin. A row
-of a packed corpus is filled up with end marks, which are a document by themselves.
+An end mark is the last token of every document, so the tokens of a sample tell where its documents begin. A row of a
+packed corpus is filled up with end marks, which are a document by themselves.
 """
 
 from __future__ import annotations

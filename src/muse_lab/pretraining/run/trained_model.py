@@ -23,7 +23,7 @@ def write_model(
     output: Path,
     world: World,
 ) -> Path:
-    """With the attention of the last step. All ranks give their weights, and the first one writes."""
+    """Write a model with the attention of the last step. All ranks give their weights, and the first one writes."""
     weights = {}
     for name, parameter in model.named_parameters():
         weight = full_tensor(parameter).detach()
