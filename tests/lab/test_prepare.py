@@ -117,7 +117,7 @@ def test_buckets_are_powers_of_two(tokens: int, bucket: int) -> None:
 def test_buckets_end_where_the_papers_do() -> None:
     assert Buckets().is_too_small(16384 * 7 // 2 - 1)
     assert Buckets().is_too_large(262144 * 7 // 2)
-    with pytest.raises(ValueError, match="no document is of at least 8 and fewer than 8 tokens"):
+    with pytest.raises(ValueError, match="no document has at least 8 and fewer than 8 tokens"):
         Buckets(8, 8)
 
 
@@ -584,7 +584,7 @@ def test_ctrl_c_and_a_full_disk_are_one_line(
         (["--kind", "stack", "--contents", "nowhere"], "there are no contents in 'nowhere'"),
         (["--vocabulary", "many"], "cannot read the size 'many'"),
         (["--vocabulary", "100"], "a vocabulary of 100 has no room for all bytes"),
-        (["--smallest", "512k"], "no document is of at least 524288"),
+        (["--smallest", "512k"], "no document has at least 524288"),
         (["--smallest", "100k"], "no document is left of 7 repositories (7 below 100k tokens)"),
         (["--held-out", "1"], "held_out is 1.0"),
         (["--tokenizer", "missing"], "there is no tokenizer 'missing'"),

@@ -113,7 +113,7 @@ def test_a_model_of_the_hub_is_downloaded_on_request_alone(tmp_path: Path, monke
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     assert_refused("there is no model folder 'llama-9'; give a local folder with a config.json", "llama-9")
     assert_refused(
-        r"add --download \(.*\), or get its folder by hf download org/llama-9 --local-dir llama-9$",
+        r"add --download \(.*\), or get its folder with hf download org/llama-9 --local-dir llama-9$",
         "org/llama-9",
     )
     assert asked == []

@@ -3,12 +3,12 @@
 Before a run: `data/` makes a corpus of tokens from source code and texts, `needles/` hides needles in its files, for
 training and for evaluation, and `model/` is the paper's decoder.
 
-A run: `recipes.py` is what it is made of, with `schedule.py` for the learning rate at a step.
+A run: `recipes.py` has its settings, `schedule.py` the learning rate at a step.
 `training.py` sets it up: `initial_model.py` is the model, `batches.py` has the samples and `prefetch.py` reads them
 ahead, `optimiser.py` is AdamW, `parallel.py` and `mesh_shape.py` share the work among ranks, `determinism.py` settles
 precision and reproducibility. `loop.py` then makes one update after another, on documents that `document_mask.py` keeps
 apart.
 
-Around it: `run/` is what a run keeps on disk and in memory, with the files of `checkpoints/`. `monitoring/` measures
-while a model trains. `interruptions/` are the ways in which a run ends early.
+Around it: `run/` has the state of a run on disk and in memory, `checkpoints/` its files. `monitoring/` measures while a
+model trains. `interruptions/` has the ways in which a run ends early.
 """

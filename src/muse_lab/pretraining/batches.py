@@ -1,4 +1,4 @@
-"""Samples of a corpus: which tokens they are is a pure function of the seed, the step and the rank."""
+"""Samples of a corpus, as a pure function of the seed, the step and the rank."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _ROUNDS = 6
 
 
 class Windows:
-    """All samples of `length + 1` tokens, in order: inputs, and targets one further on.
+    """All samples of `length + 1` tokens, in order: inputs, and targets one token later.
 
-    Documents of a bucket follow one another without padding, and are cut without regard to where one ends. Every token
-    is an input at most once, and a target at most once. What is left at the end of a bucket is not used.
+    Documents of a bucket follow one another without padding, and are cut wherever a sample ends. Every token is an
+    input at most once, and a target at most once. The rest at the end of a bucket is not used.
     """
 
     def __init__(self, corpus: Corpus, length: int, *, split: str = TRAIN) -> None:
@@ -50,10 +50,10 @@ class Windows:
 
 @dataclass(frozen=True)
 class Batches:
-    """Shuffled windows, anew in every epoch, for any number of ranks.
+    """Windows, shuffled anew in every epoch, for any number of ranks.
 
-    A step takes the next `batch` windows of the shuffled order, and each rank its share of them: the step is all there
-    is to remember, and the windows of a step are the same however many ranks there are.
+    A step takes the next `batch` windows of the shuffled order, and each rank its share of them: the step is the only
+    state, and the windows of a step do not depend on the number of ranks.
     """
 
     windows: Windows
@@ -75,7 +75,7 @@ class Batches:
         return torch.stack([self._sample(number) for number in self._numbers(step, rank)])
 
     def _numbers(self, step: int, rank: int) -> range:
-        """Which samples of the whole run they are."""
+        """Numbers of the samples, counted over the whole run."""
         if step < 0 or not 0 <= rank < self.ranks:
             raise ValueError(f"there is no step {step} of rank {rank} of {self.ranks}")
         share = self.batch // self.ranks
@@ -93,7 +93,7 @@ class Batches:
 
 
 def shuffled(position: int, size: int, key: str) -> int:
-    """What is at a position of a permutation of `range(size)`: computed, not stored, the same everywhere.
+    """The element at a position of a permutation of `range(size)`: computed, not stored, the same on every machine.
 
     A Feistel network on the next even number of bits, repeated until it lands inside the range.
     """

@@ -1,4 +1,4 @@
-"""How a run computes: the precision of its products, and bitwise reproducible results on CUDA."""
+"""Precision of a run, and bitwise reproducible results on CUDA."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from muse_lab.pretraining.recipes import Recipe
 
 
 def autocast(recipe: Recipe, device: torch.device) -> torch.autocast:
-    """The precision of products."""
+    """Autocast to the precision of the recipe."""
     return torch.autocast(device.type, torch.bfloat16, enabled=recipe.precision == "bfloat16")
 
 
 @contextlib.contextmanager
 def determinism(recipe: Recipe, device: torch.device) -> Iterator[None]:
-    """Make a run on CUDA bitwise reproducible: every operator must be, as PyTorch's attention knows no other way."""
+    """Make all operators on CUDA bitwise reproducible: PyTorch's attention has no switch of its own."""
     if not (recipe.deterministic and device.type == "cuda"):
         yield
         return
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA's first product is made
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it at the first matrix product
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     settings: Any = torch.utils.deterministic
     fill = settings.fill_uninitialized_memory

@@ -1,7 +1,7 @@
-"""Samples whose documents are kept apart: positions that restart, and targets that count.
+"""Samples whose documents are kept apart: positions restart, and no target is in another document.
 
-An end mark is the last token of every document, so the tokens of a sample tell where its documents begin. What fills up
-a row of a packed corpus is more end marks, which are a document by themselves.
+An end mark is the last token of every document, so the tokens of a sample tell where its documents begin. A row of a
+packed corpus is filled up with end marks, which are a document by themselves.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from muse_lab.pretraining.model.chunked_loss import IGNORED
 
 
 class SeparateDocuments(NamedTuple):
-    """What a model is called with, each (batch, length)."""
+    """The arguments of a model, each (batch, length)."""
 
     input_ids: Tensor
     position_ids: Tensor
@@ -27,19 +27,19 @@ class SeparateDocuments(NamedTuple):
 
 
 def separate_documents(tokens: Tensor, end: int) -> SeparateDocuments:
-    """Of (batch, length + 1) samples, whose end mark is `end`."""
+    """Inputs and targets of (batch, length + 1) samples whose end mark is `end`."""
     ids, targets = tokens[:, :-1], tokens[:, 1:]
     is_end = ids == end
     before = torch.nn.functional.pad(is_end, (2, 0))
-    follows_end, follows_two = before[:, 1:-1], before[:, 1:-1] & before[:, :-2]
-    starts = follows_end & ~(is_end & follows_two)
+    follows_end, follows_two_ends = before[:, 1:-1], before[:, 1:-1] & before[:, :-2]
+    starts = follows_end & ~(is_end & follows_two_ends)
     index = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
     begin = torch.where(starts, index, 0).cummax(1).values
     return SeparateDocuments(ids, index - begin, torch.where(is_end, IGNORED, targets))
 
 
 def check_packed(corpus: Corpus, length: int, document_mask: bool) -> None:
-    """A ValueError if a corpus was packed into rows that training would not use as they are."""
+    """Raise ValueError if a corpus is packed into rows that training would cut or join."""
     row = corpus.manifest.settings.get("pack")
     if row and not (document_mask and row == length):
         raise ValueError(

@@ -35,7 +35,7 @@ def make_config(corpus: Corpus, recipe: Recipe) -> DecoderConfig:
 
 
 def make_model(corpus: Corpus, recipe: Recipe, weights: Mapping[str, Tensor] | None = None) -> DecoderForCausalLM:
-    """With some weights, or with those of the recipe's seed; in float32, on the CPU."""
+    """A model with the given weights, or with random ones from the recipe's seed; in float32, on the CPU."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
         model = DecoderForCausalLM(make_config(corpus, recipe)).train()
@@ -47,7 +47,7 @@ def make_model(corpus: Corpus, recipe: Recipe, weights: Mapping[str, Tensor] | N
 
 
 def make_empty_model(corpus: Corpus, recipe: Recipe) -> DecoderForCausalLM:
-    """Shapes and dtypes alone, without weights."""
+    """A model on the meta device: shapes and dtypes without weights."""
     with torch.device("meta"):
         return DecoderForCausalLM(make_config(corpus, recipe))
 
@@ -56,33 +56,33 @@ def make_empty_model(corpus: Corpus, recipe: Recipe) -> DecoderForCausalLM:
 class InitialWeights:
     tensors: dict[str, Tensor]
     fingerprint: str
-    """of their file"""
+    """SHA-256 of their file"""
 
 
 def read_initial(corpus: Corpus, recipe: Recipe) -> InitialWeights:
-    """The weights of the model that the recipe names; a ValueError if a run of this corpus cannot begin with them."""
+    """The initial weights that the recipe names; raises ValueError if a run on this corpus cannot begin with them."""
     folder = Path(recipe.initial)
-    what = f"initial={folder}"
+    setting = f"initial={folder}"
     try:
         tokenizer = hashlib.sha256(read_regular(folder / TOKENIZER)).hexdigest()
         with open_regular(folder / WEIGHTS) as file:
             weights = load_file(folder / WEIGHTS)
             fingerprint = hashlib.file_digest(file, "sha256").hexdigest()
     except (OSError, SafetensorError):
-        inside = folder / "model"
-        instead = f"initial={inside}" if inside.is_dir() else "one"
+        nested = folder / "model"
+        suggestion = f"initial={nested}" if nested.is_dir() else "one"
         raise ValueError(
-            f"{what} is not a folder of a model that muse train wrote, or not whole; give {instead}"
+            f"{setting} is not a folder of a model that muse train wrote, or not whole; give {suggestion}"
         ) from None
     if tokenizer != corpus.manifest.files[TOKENIZER]:
         raise ValueError(
-            f"{what} reads other tokens than {corpus.folder} has; prepare the corpus with --tokenizer {folder}"
+            f"{setting} has another tokenizer than {corpus.folder}; prepare the corpus with --tokenizer {folder}"
         )
     expected = make_empty_model(corpus, recipe)
     shapes = {name: parameter.shape for name, parameter in expected.named_parameters()}
     if {name: weight.shape for name, weight in weights.items()} != shapes:
-        raise ValueError(f"{what} is another model than that of scale={recipe.scale}; choose the scale that it has")
+        raise ValueError(f"{setting} is another model than that of scale={recipe.scale}; choose its scale")
     for name, weight in weights.items():
         if not weight.is_floating_point() or not torch.isfinite(weight.float()).all():
-            raise ValueError(f"{what} is damaged: {name} has numbers that are not finite; give another")
+            raise ValueError(f"{setting} is damaged: {name} has numbers that are not finite; give another")
     return InitialWeights(weights, fingerprint)

@@ -1,4 +1,4 @@
-"""The updates of a run, one after the other, from some step on, and the checkpoints behind them."""
+"""The updates of a run in order, from a given step on, and the checkpoints after them."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from muse_lab.pretraining.monitoring.answer_losses import ALL
 from muse_lab.pretraining.monitoring.held_out import Evaluation
 from muse_lab.pretraining.monitoring.metrics import Step
 from muse_lab.pretraining.monitoring.probe import Probe, Probed
-from muse_lab.pretraining.optimiser import are_finite, learnt, set_learning_rate
-from muse_lab.pretraining.parallel import World, accumulate_gradients, local_part, whole
+from muse_lab.pretraining.optimiser import are_finite, learned_tensors, set_learning_rate
+from muse_lab.pretraining.parallel import World, accumulate_gradients, full_tensor, local_part
 from muse_lab.pretraining.prefetch import ReaderError, ReadingError, can_read_ahead, read_ahead, read_batches
 from muse_lab.pretraining.recipes import Recipe
 from muse_lab.pretraining.run.folder import describe_last_good, stacks_name
@@ -48,7 +48,7 @@ class Loop:
     state: RunState
     on_note: Callable[[str], None]
     step: int = 0
-    """updates that are done"""
+    """finished updates"""
     is_due: bool = False
     """whether it is time for a checkpoint"""
     watchdog: Watchdog = dataclasses.field(init=False)
@@ -58,19 +58,19 @@ class Loop:
         self.watchdog = Watchdog(60 * self.recipe.stall_minutes, stacks, self._end_stalled)
 
     def steps(self, first: int) -> Generator[Step]:
-        """Every update from `first` on, and a checkpoint behind those that are to have one."""
+        """Make every update from `first` on, and the checkpoints that are due."""
         recipe = self.recipe
         self.probe.apply(self.state.levels)
         with contextlib.closing(self._read(range(first, recipe.updates))) as batches:
             for step in range(first, recipe.updates):
                 self.step, self.is_due = step, False
                 try:
-                    done = self._update(step, batches)
+                    update = self._update(step, batches)
                 except _StopAsked:
                     self._stop()
-                yield done  # before its checkpoint: a line too many is forgotten when the run goes on
-                self.step = done.step
-                if done.step % recipe.checkpoint_every == 0 or done.step == recipe.updates:
+                yield update  # before its checkpoint: a line too many is dropped when the run resumes
+                self.step = update.step
+                if update.step % recipe.checkpoint_every == 0 or update.step == recipe.updates:
                     self._save()
                 elif self.is_due:
                     self._save(until_next=True)
@@ -100,10 +100,10 @@ class Loop:
             self.saver.fail()
         if is_asked:
             raise _StopAsked
-        norm = whole(torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.clip)).item()
+        norm = full_tensor(torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.clip)).item()
         skipped = self._why_skipped(loss, norm)
         seconds = time.perf_counter() - began
-        # Of the weights that the loss is of; before the first forward pass of the whole model, FSDP runs no part of it.
+        # With the weights of the loss, and after its forward pass: before the first one, FSDP runs no part of a model.
         probed, evaluated = self._measure(tokens)
         began = time.perf_counter()
         if skipped is None:
@@ -130,9 +130,9 @@ class Loop:
         )
 
     def _differentiate(self, tokens: Tensor) -> Tensor:
-        """The mean loss of this rank's (sequences, length + 1) tokens, and its gradients, which ranks average.
+        """Return the mean loss of this rank's (sequences, length + 1) tokens; ranks average its gradients.
 
-        Of a sequence that ranks share, each has the whole, and the model computes this rank's part of it.
+        Ranks that share a sequence all have it whole, and the model computes this rank's part.
         """
         recipe, world, end = self.recipe, self.world, self.batches.windows.corpus.manifest.end
         total = torch.zeros((), device=world.device)
@@ -157,7 +157,7 @@ class Loop:
         return total
 
     def _why_skipped(self, loss: float, norm: float) -> str | None:
-        """None for an update that is made. All ranks have the same loss and norm, and decide the same."""
+        """Why this update is skipped, or None. All ranks have the same loss and norm, and decide the same."""
         recipe, number = self.recipe, self.step + 1
         reason = why_skipped(loss, norm, self.state, recipe.skip_sigma)
         if reason is None:
@@ -179,7 +179,7 @@ class Loop:
         return reason
 
     def _measure(self, tokens: Tensor) -> tuple[Probed, dict[str, float]]:
-        """The probe and the evaluation that are due, of the weights before the update."""
+        """Run the probe and the evaluation if they are due, on the weights before the update."""
         recipe, number = self.recipe, self.step + 1
         probed, evaluated = Probed(self.state.levels), {}
         if self.probe.is_due(self.step):
@@ -193,20 +193,20 @@ class Loop:
         return probed, evaluated
 
     def _tighten(self, probed: Probed) -> None:
-        """Or relax: the attention of layers, from the next update on."""
+        """Tighten or relax the attention of layers from the next update on."""
         for change in probed.changes:
             self.on_note(f"step {self.step + 1}: {change.describe(self.recipe.error_limit)}")
         self.state = dataclasses.replace(self.state, levels=probed.levels)
         self.probe.apply(probed.levels)
 
     def _check_alone(self) -> None:
-        """Stop here if this is the only process, and was asked to; several have to agree first."""
+        """Stop here if the run was asked to and has one process; several processes have to agree first."""
         self.watchdog.check()
         if self.world.ranks == 1 and self.stopping.request is not None:
             raise _StopAsked
 
     def _check_together(self) -> None:
-        """Stop here if any rank was asked to. Collective: every rank must call it."""
+        """Stop here if any rank was asked to stop. Collective: every rank must call it."""
         self.watchdog.beat(f"measuring at step {self.step + 1}")
         if self.world.any(self.stopping.request is not None):
             raise _StopAsked
@@ -222,22 +222,22 @@ class Loop:
     def _save(self, *, until_next: bool = False) -> None:
         if self.step > self.state.skipped:  # before the first update there is nothing to keep
             self.watchdog.beat(f"saving step {self.step}")
-            self.saver.save(self.step, learnt(self.model, self.optimiser), self.state, until_next=until_next)
+            self.saver.save(self.step, learned_tensors(self.model, self.optimiser), self.state, until_next=until_next)
 
     def _end_stalled(self, message: str) -> None:
-        """In the watchdog's thread, before it ends the process."""
+        """Called in the watchdog's thread before it ends the process."""
         if self.world.is_first:
             note_failure(self.saver.folder.parent, self.step + 1, message)
         self.on_note(f"{message}; {describe_last_good(self.saver.folder)}; resume the run")
 
     def _read(self, steps: range) -> Generator[Tensor]:
-        """Windows are read at once, but needle documents take time to write."""
+        """The batches of `steps`, read ahead if they have needle documents, which take time to write."""
         if can_read_ahead() and self.batches.mixture is not None:
-            read = read_ahead(self.batches, steps, self.world.data_rank, self._check_alone)
+            reader = read_ahead(self.batches, steps, self.world.data_rank, self._check_alone)
         else:
-            read = read_batches(self.batches, steps, self.world.data_rank)
+            reader = read_batches(self.batches, steps, self.world.data_rank)
         try:
-            with contextlib.closing(read) as batches:
+            with contextlib.closing(reader) as batches:
                 for tokens in batches:
                     yield tokens.to(self.world.device)
         except ReaderError as error:
@@ -250,4 +250,4 @@ class Loop:
 
 
 class _StopAsked(Exception):  # noqa: N818 - no error
-    """The run is at a safe point, and was asked to stop: nothing of the step that it is in has changed its state."""
+    """The run was asked to stop and is at a safe point: the current step has not changed its state yet."""

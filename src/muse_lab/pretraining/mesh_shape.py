@@ -26,7 +26,7 @@ class MeshShape(NamedTuple):
 
 
 def read_mesh(text: object) -> MeshShape | None:
-    """The shape that is written like `2x4`, or None for `auto`; a ValueError for anything else."""
+    """Parse a shape like `2x4`; None for `auto`, ValueError for anything else."""
     if text == AUTO:
         return None
     match = _SHAPE.fullmatch(text) if isinstance(text, str) else None
@@ -36,11 +36,11 @@ def read_mesh(text: object) -> MeshShape | None:
 
 
 def choose_shape(text: str, *, ranks: int, batch: int, heads: int, length: int) -> MeshShape:
-    """The shape of a run; a ValueError, the same on every rank, if these ranks cannot share its work so.
+    """The shape of a run; raises ValueError, the same on every rank, if the ranks cannot share the work in it.
 
     Args:
         text: `mesh` of the recipe
-        ranks: that there are
+        ranks: number of ranks
         batch: sequences of an update
         heads: of each attention layer
         length: of a sequence
@@ -80,5 +80,5 @@ def _divisors(number: int) -> list[int]:
 
 
 def _listed(words: Sequence[str]) -> str:
-    *some, last = words
-    return f"{', '.join(some)} or {last}" if some else last
+    *first, last = words
+    return f"{', '.join(first)} or {last}" if first else last

@@ -1,4 +1,4 @@
-"""AdamW as in the paper, and all that a run has learnt as tensors by name: weights and both moments."""
+"""AdamW as in the paper, and the weights and both moments of a run as tensors by name."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _KINDS = (WEIGHT, *MOMENTS)
 
 
 def make_optimiser(model: nn.Module, recipe: Recipe) -> torch.optim.AdamW:
-    """The paper names no weight without decay, so all have it. The learning rate is set before each update."""
+    """AdamW with decay on all weights: the paper exempts none. The learning rate is set before each update."""
     return torch.optim.AdamW(
         model.parameters(),
         lr=recipe.peak_rate,
@@ -31,8 +31,8 @@ def set_learning_rate(optimiser: torch.optim.AdamW, rate: float) -> None:
         group["lr"] = rate
 
 
-def learnt(model: nn.Module, optimiser: torch.optim.AdamW) -> dict[str, Tensor]:
-    """All of it, sharded as the model is, after at least one update."""
+def learned_tensors(model: nn.Module, optimiser: torch.optim.AdamW) -> dict[str, Tensor]:
+    """Weights and moments by name, sharded as the model is, after at least one update."""
     return dict(_named(model, optimiser))
 
 
@@ -42,15 +42,15 @@ def are_finite(tensors: Iterable[Tensor]) -> bool:
 
 
 def expected_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Of each tensor of a checkpoint, one of the same shape and dtype; the model may be on the meta device."""
+    """Tensors with the names, shapes and dtypes of a checkpoint; the model may be on the meta device."""
     return {f"{kind}/{name}": parameter for name, parameter in model.named_parameters() for kind in _KINDS}
 
 
 def restore(model: nn.Module, optimiser: torch.optim.AdamW, checkpoint: Checkpoint, *, skipped: int = 0) -> None:
-    """Put a checkpoint of such a model into it and into its optimiser.
+    """Load a checkpoint into a model and its optimiser.
 
     Args:
-        skipped: updates of the run that were not made
+        skipped: number of skipped updates of the run
     """
     for parameter in model.parameters():
         moments = {name: torch.zeros_like(parameter, requires_grad=False) for name in MOMENTS}
@@ -59,19 +59,20 @@ def restore(model: nn.Module, optimiser: torch.optim.AdamW, checkpoint: Checkpoi
 
 
 def restore_weights(model: nn.Module, checkpoint: Checkpoint) -> None:
-    """Put those of a checkpoint of such a model into one that is not trained any further."""
+    """Load the weights of a checkpoint into a model that is not trained any further."""
     _fill({f"{WEIGHT}/{name}": parameter for name, parameter in model.named_parameters()}, checkpoint, f"{WEIGHT}/")
 
 
-def _fill(targets: dict[str, Tensor], checkpoint: Checkpoint, beginning: str = "") -> None:
-    """With all tensors of a checkpoint, or with those whose names have this prefix. Their shapes have been checked."""
+def _fill(targets: dict[str, Tensor], checkpoint: Checkpoint, prefix: str = "") -> None:
+    """Copy all tensors of a checkpoint, or those whose names begin with `prefix`, into the targets, whose
+    shapes have been checked."""
     if any(isinstance(target, DTensor) for target in targets.values()):
         from muse_lab.pretraining.checkpoints.together import load_together
 
         load_together(targets, checkpoint.folder, checkpoint.tensors)
         return
     with torch.no_grad():
-        for name, tensor in read_tensors(checkpoint, beginning):
+        for name, tensor in read_tensors(checkpoint, prefix):
             targets[name].copy_(tensor)
 
 

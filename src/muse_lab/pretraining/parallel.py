@@ -56,7 +56,7 @@ class World:
         return self.rank // self.sequence_ranks
 
     def mean(self, tensor: Tensor) -> Tensor:
-        """Over all ranks."""
+        """The mean over all ranks."""
         if self.mesh is None:
             return tensor
         total = tensor.detach().clone()
@@ -64,12 +64,12 @@ class World:
         return total / self.ranks
 
     def mean_and_flags(self, number: Tensor, *flags: bool) -> tuple[float, list[bool]]:
-        """The mean of a number over all ranks, and of each flag whether any rank has it: one exchange, and one
-        synchronisation of the device, as for the mean alone. Collective: every rank must call it."""
+        """The mean of a number over all ranks, and for each flag whether any rank has it, in one exchange and one
+        synchronisation of the device. Collective: every rank must call it."""
         if self.mesh is None:
             return number.item(), list(flags)
-        of_rank = [number.detach(), *(torch.full_like(number, float(flag)) for flag in flags)]
-        mean, *shares = self.mean(torch.stack(of_rank)).tolist()
+        own = [number.detach(), *(torch.full_like(number, float(flag)) for flag in flags)]
+        mean, *shares = self.mean(torch.stack(own)).tolist()
         return mean, [share > 0 for share in shares]
 
     def any(self, flag: bool) -> bool:
@@ -89,17 +89,17 @@ class World:
 
         Collective: every rank must call it.
         """
-        mishap = None
+        failure = None
         if self.is_first:
             try:
                 act()
             except (OSError, ValueError) as error:
-                mishap = error
-        if not self.all_succeed(mishap is None):
-            raise mishap or ValueError(f"the first rank cannot {what}; it says why")
+                failure = error
+        if not self.all_succeed(failure is None):
+            raise failure or ValueError(f"the first rank cannot {what}; it says why")
 
     def joined(self, part: Tensor) -> Tensor:
-        """This rank's part of the tokens of a sequence, and those of the others, along the first dimension.
+        """The parts of a sequence on all ranks that share it, concatenated along the first dimension.
 
         Collective: every rank must call it.
         """
@@ -136,8 +136,8 @@ def open_world(device: str) -> Iterator[World]:
 
 
 def _wait_for_all(store: Any, ranks: int) -> None:
-    """Until every rank has come to its end. A rank that left before would reset its connections, and with them the last
-    exchange of one that is still reading it."""
+    """Wait until every rank has reached its end. A rank that left earlier would reset its connections, and break the
+    last exchange of a rank that is still reading it."""
     with contextlib.suppress(dist.DistError):  # the rank that has the store may have left, or failed and said why
         if store.add("muse: ranks at their end", 1) == ranks:
             store.set("muse: all at their end", "")
@@ -153,7 +153,7 @@ def share_sequences(world: World, shape: MeshShape) -> World:
 
 
 def shard_model(model: nn.Module, layers: nn.ModuleList, world: World) -> None:
-    """Each layer is gathered when it computes. All ranks must have made the model from the same seed."""
+    """Shard a model by FSDP2, which gathers each layer when it computes. Ranks must have made it from the same seed."""
     if world.mesh is not None:
         for layer in layers:
             fully_shard(layer, mesh=world.mesh)
@@ -161,14 +161,14 @@ def shard_model(model: nn.Module, layers: nn.ModuleList, world: World) -> None:
 
 
 def accumulate_gradients(model: nn.Module, *, is_last: bool) -> None:
-    """Gradients are exchanged once for each update, in the last of its backward passes."""
+    """Exchange gradients once for each update, in the last of its backward passes."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(is_last)
 
 
 @contextlib.contextmanager
 def gathered(model: nn.Module) -> Iterator[None]:
-    """In here the weights outside of the layers are whole, as for calling a part of the model."""
+    """Gather the weights outside of the layers, as calling a part of the model needs them."""
     if not isinstance(model, FSDPModule):
         yield
         return
@@ -183,8 +183,8 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """Gathered from all ranks. Collective: every rank must call it."""
+def full_tensor(tensor: Tensor) -> Tensor:
+    """The whole tensor, gathered from all ranks. Collective: every rank must call it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 

@@ -1,4 +1,4 @@
-"""The batches of a run, one after the other, read by processes of their own while the model computes.
+"""The batches of a run in order, read by separate processes while the model computes.
 
 A needle document takes as long to write as a GPU takes to learn from it.
 """
@@ -34,12 +34,12 @@ class ReaderError(RuntimeError):
 
 
 def can_read_ahead() -> bool:
-    """Forked processes do not import the running script again; forking is safe on Linux only."""
+    """Whether to fork readers: forked processes do not import the running script again, but only Linux forks safely."""
     return sys.platform == "linux" and not multiprocessing.current_process().daemon
 
 
 def read_batches(batches: Batches, steps: range, rank: int = 0) -> Generator[Tensor]:
-    """Those of a rank, in order, each when it is asked for."""
+    """The batches of a rank, in order, each read on demand."""
     for step in steps:
         try:
             yield batches.read(step, rank)
@@ -50,7 +50,7 @@ def read_batches(batches: Batches, steps: range, rank: int = 0) -> Generator[Ten
 def read_ahead(
     batches: Batches, steps: range, rank: int = 0, while_waiting: Callable[[], None] = lambda: None
 ) -> Generator[Tensor]:
-    """The same, but the next ones are read meanwhile. Close the iterator if it is left early.
+    """`read_batches`, but the next batches are read meanwhile. Close the iterator if it is left early.
 
     Args:
         while_waiting: called now and then while the next batch is not there yet; it may raise
@@ -69,47 +69,47 @@ class _Reader:
     """A process that reads some of the batches."""
 
     def __init__(self, batches: Batches, steps: range, rank: int) -> None:
-        self._here, there = multiprocessing.Pipe(duplex=False)
+        self._receiver, sender = multiprocessing.Pipe(duplex=False)
         self._process = multiprocessing.get_context("fork").Process(
-            target=_send, args=(batches, steps, rank, self._here, there), name="read batches", daemon=True
+            target=_send, args=(batches, steps, rank, self._receiver, sender), name="read batches", daemon=True
         )
         try:
             with _quiet_fork():
                 self._process.start()
         except OSError as error:
             raise ReaderError(f"no process can be started to read ahead ({error.strerror})") from None
-        there.close()  # so that the end of the process is the end of what comes from it
+        sender.close()  # so that the receiver sees the end of the process
 
     def take(self, step: int, while_waiting: Callable[[], None]) -> Tensor:
-        """The next one, which is of this step."""
+        """The next batch, which is that of `step`."""
         try:
-            while not self._here.poll(_SECONDS_BETWEEN_CHECKS):
+            while not self._receiver.poll(_SECONDS_BETWEEN_CHECKS):
                 while_waiting()
-            found = self._here.recv()
+            received = self._receiver.recv()
         except (EOFError, OSError):  # between two batches, or within one
             raise ReaderError(f"a process that reads ahead has died before step {step + 1}") from None
-        if isinstance(found, str):
-            raise ReadingError(found)
-        return torch.from_numpy(found)
+        if isinstance(received, str):
+            raise ReadingError(received)
+        return torch.from_numpy(received)
 
     def stop(self) -> None:
-        self._here.close()
+        self._receiver.close()
         self._process.kill()
         self._process.join()
 
 
-def _send(batches: Batches, steps: range, rank: int, here: Connection, there: Connection) -> None:
-    """In the other process. It waits when it is ahead by what a pipe holds, or by one batch if that is more."""
-    here.close()  # so that this process ends with the run, when there is no reader left
+def _send(batches: Batches, steps: range, rank: int, receiver: Connection, sender: Connection) -> None:
+    """Runs in the reader's process. It is ahead by as much as a pipe holds, or by one batch if that is more."""
+    receiver.close()  # so that this process ends with the run, when there is no receiver left
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the run ends it
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     torch.set_num_threads(1)  # threads do not survive a fork
     with contextlib.suppress(BrokenPipeError):
         try:
             for tokens in read_batches(batches, steps, rank):
-                there.send(tokens.numpy())
+                sender.send(tokens.numpy())
         except ReadingError as error:
-            there.send(str(error))
+            sender.send(str(error))
 
 
 @contextlib.contextmanager

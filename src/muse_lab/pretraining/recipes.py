@@ -1,4 +1,4 @@
-"""Recipes: all that a training run is made of, but for its data. Each is a function; `key=value` changes a field.
+"""Recipes: all settings of a training run but its data. Each is a function; `key=value` changes a field.
 
 `s3` to `s8` have the paper's models, optimiser, tokens and attention sizes, with the clustering of this library, which
 is faster than the paper's, and exact attention in the last 0.1% of the updates. `paper-s3` to `paper-s8` are the paper
@@ -32,7 +32,7 @@ PRECISIONS = ("float32", "bfloat16")
 MIXTURES = ("none", "niah")
 HEAD_DIMS = (32, 64, 128)
 MOST_STEPS, MOST_TOKENS, MOST_SEQUENCES = 10**9, 2**30, 2**20
-"""Of a run, of a sequence, and of an update."""
+"""Limits: steps of a run, tokens of a sequence, sequences of an update."""
 MOST_CLIP, LEAST_EPSILON = 1e9, 1e-30
 """The square of a clipped gradient is far from overflow in float32, and epsilon far from 0."""
 FREE = (
@@ -45,7 +45,7 @@ MOST_MINUTES, MOST_SIGMA = 10**6, 1000
 
 @dataclass(frozen=True)
 class Recipe:
-    """All that a training run is made of, but for its data. The defaults are the paper's, where it says something.
+    """All settings of a training run but its data. The defaults are the paper's, where it gives them.
 
     Attributes:
         scale: model size: the paper's 3, 4, 5, 6 or 8, or 1 or 2; 0 is `DecoderConfig.tiny`
@@ -189,7 +189,7 @@ class Recipe:
 
     @property
     def updates(self) -> int:
-        """All of them: those of the schedule, and further ones."""
+        """All updates: those of the schedule, and further ones."""
         return self.steps + self.further_steps
 
     @property
@@ -197,8 +197,8 @@ class Recipe:
         return self.batch * self.length
 
     def attention_at(self, step: int) -> str:
-        """Of the global layers in an update, counted from 0: exact in the first `exact_start` and the last `exact_tail`
-        of the updates, both rounded up.
+        """The attention of the global layers in an update, counted from 0: exact in the first `exact_start` and the
+        last `exact_tail` of the updates, both rounded up.
 
         From update `steps` on it is `further_attention`, or, if that is empty, that of update `steps - 1`.
         """
@@ -227,7 +227,7 @@ def tiny() -> Recipe:
 
 
 def near() -> Recipe:
-    """23M parameters with a vocabulary of 8k, 115M tokens at 2k: what `far` begins with. Minutes on a GPU."""
+    """23M parameters with a vocabulary of 8k, 115M tokens at 2k: the model that `far` starts from. Minutes on a GPU."""
     return dataclasses.replace(
         _sized(2),
         steps=1760,
@@ -245,7 +245,7 @@ def near() -> Recipe:
 
 
 def far() -> Recipe:
-    """115M further tokens at 16k for the model of `near`, given by `initial=`: what is far away helps."""
+    """115M further tokens at 16k for the model of `near`, given by `initial=`: distant context helps."""
     return dataclasses.replace(
         near(),
         length=16384,
@@ -259,7 +259,7 @@ def far() -> Recipe:
 
 
 _SIZES = {
-    1: "12M parameters, 0.23B tokens. Not a size of the paper: its rule, for models that are trained fast.",
+    1: "12M parameters, 0.23B tokens. Not a size of the paper, but by its rule, for fast training.",
     2: "36M parameters, 0.71B tokens. Not a size of the paper either.",
     3: "96M parameters, 2.0B tokens.",
     4: "185M parameters, 4.0B tokens.",
@@ -267,7 +267,7 @@ _SIZES = {
     6: "560M parameters, 12.9B tokens.",
     8: "1.07B parameters, 23.6B tokens.",
 }
-"""by scale: what `muse recipes` says of the recipe `s1`, and so on"""
+"""by scale: descriptions of the recipes in `muse recipes`"""
 
 
 def _of_scale(scale: int, about: str, **changes: Any) -> Callable[[], Recipe]:
@@ -279,7 +279,7 @@ def _of_scale(scale: int, about: str, **changes: Any) -> Callable[[], Recipe]:
 
 
 GOES_ON_FROM = {far.__name__: near.__name__}
-"""Recipes for a model that another has trained first, which is given by `initial=`."""
+"""Recipes for a model that another recipe has trained first, which is given by `initial=`."""
 RECIPES: dict[str, Callable[[], Recipe]] = {
     **{recipe.__name__: recipe for recipe in (tiny, near, far)},
     **{f"s{scale}": _of_scale(scale, about) for scale, about in _SIZES.items()},
@@ -308,14 +308,14 @@ def field_meanings() -> dict[str, str]:
 
 
 def format_field(value: Any) -> str:
-    """As `override` reads it."""
+    """A value as `override` reads it."""
     if isinstance(value, bool):
         return str(value).lower()
     return format_size(value) if isinstance(value, int) else f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def override(recipe: Recipe, changes: Iterable[str]) -> Recipe:
-    """With other values of some fields, each written `key=value`; sizes as `64k`, truths as `true` and `false`."""
+    """A recipe with changed fields, each written `key=value`; sizes as `64k`, booleans as `true` and `false`."""
     fields = {field.name: str(field.type) for field in dataclasses.fields(recipe)}
     values: dict[str, Any] = {}
     for change in changes:
@@ -330,7 +330,7 @@ def override(recipe: Recipe, changes: Iterable[str]) -> Recipe:
 
 
 def read_recipe(document: dict[str, Any]) -> Recipe:
-    """From what `dataclasses.asdict` gave; a ValueError if it is something else."""
+    """A recipe from what `dataclasses.asdict` returned; raises ValueError for anything else."""
     try:
         return Recipe(**document)
     except TypeError:
@@ -338,7 +338,7 @@ def read_recipe(document: dict[str, Any]) -> Recipe:
 
 
 def differences(recorded: Recipe, other: Recipe) -> list[str]:
-    """Fields that change what is learnt, and differ between a recorded recipe and another."""
+    """Fields that change what is learned and differ between a recorded recipe and another."""
     free = [name for name in FREE if name != "probe_every" or not recorded.error_limit]
     names = [field.name for field in dataclasses.fields(recorded) if field.name not in free]
     return [name for name in names if getattr(recorded, name) != getattr(other, name)]
@@ -353,7 +353,7 @@ def _sized(scale: int) -> Recipe:
         peak_rate=3e-3 * scale**-0.5,
         compile=True,
         recompute=True,
-        deterministic=False,  # or exact attention would lack its fastest kernels, and speed-ups over it be too large
+        deterministic=False,  # otherwise exact attention lacks its fastest kernels, and speed-ups look too large
     )
 
 

@@ -84,30 +84,30 @@ def train(
     on_refused: Callable[[str], None] = lambda message: None,
     on_note: Callable[[str], None] = lambda message: None,
 ) -> Path:
-    """Train a model, or go on with the run in `output`, and return the folder that the model is in.
+    """Train a model, or resume the run in `output`, and return the folder of the model.
 
     Raises ValueError for bad arguments, TrainingError if the run cannot continue, Stopped if it was asked to stop.
 
     Args:
         overwrite: remove the run in `output` first
         continue_from: folder of a finished run to begin with; the recipe is that of `continuing.further_recipe`
-        stopping: who asks the run to stop, if anybody does
+        stopping: requests to stop the run
         on_step: called after every update, on the first rank
-        on_refused: told why a checkpoint is not used
-        on_note: told, on the first rank, of what is no reason to stop: updates that are skipped, layers whose error is
-            too large, lost lines of metrics, other versions than before
+        on_refused: called with the reason why a checkpoint is not used
+        on_note: called on the first rank with what is no reason to stop: skipped updates, layers whose error is too
+            large, lost lines of metrics, other versions than before
     """
     world = world or World(torch.device("cpu"))
     if not world.is_first:
         on_refused = on_note = lambda message: None
     batches, world = _share_work(corpus, recipe, world)
-    wanted = [name for name, is_wanted in ((TENSORBOARD, tensorboard), (WANDB, wandb)) if is_wanted]
-    for name in wanted:
+    board_names = [name for name, is_wanted in ((TENSORBOARD, tensorboard), (WANDB, wandb)) if is_wanted]
+    for name in board_names:
         check_installed(name)
     evaluation = Evaluation(corpus, recipe, world) if recipe.evaluate_every else None
     documents = [] if batches.mixture is None else batches.mixture.make_probes(world.data_rank, world.data_ranks)
     tokenizer = {name: corpus.read_file(name) for name in corpus.manifest.files}  # the corpus may be gone at the end
-    with claimed(output, world, overwrite=overwrite):  # before anything is decided by what is in there
+    with claimed(output, world, overwrite=overwrite):  # before anything in it is read
         if continue_from is not None:
             begin_with_finished(continue_from, output, recipe, corpus, world)
         recipe = with_full_name(recipe)
@@ -115,7 +115,7 @@ def train(
         step = 0 if checkpoint is None else checkpoint.step
         initial = read_initial(corpus, recipe) if recipe.initial and checkpoint is None else None
         about = describe_run(recipe, corpus, initial.fingerprint if initial else None, checkpoint, world.device)
-        world.all_succeed(True)  # all have looked before the first one writes
+        world.all_succeed(True)  # all ranks have read the folder before the first one writes
         if world.is_first:
             _begin_folder(output, checkpoint, failures, recipe, about, world.device, on_note)
         with determinism(recipe, world.device):
@@ -128,7 +128,7 @@ def train(
                 restore(model, optimiser, checkpoint, skipped=state.skipped)
             metrics = None
             if world.is_first:
-                boards = Boards(wanted, output, step, dataclasses.asdict(recipe), on_note)
+                boards = Boards(board_names, output, step, dataclasses.asdict(recipe), on_note)
                 metrics = Metrics(output, step, boards=boards, on_broken=on_note)
             saver = Saver(output / CHECKPOINTS, about, recipe, world, metrics, newest=step, on_note=on_note)
             if step < recipe.updates:
@@ -149,10 +149,10 @@ def train(
             with _lost_ranks_named(saver):
                 try:
                     with loop.watchdog, saver, contextlib.closing(loop.steps(step)) as steps:
-                        for done in steps:
+                        for update in steps:
                             if metrics is not None:
-                                metrics.add(done)
-                                on_step(done)
+                                metrics.add(update)
+                                on_step(update)
                 except RuntimeError as error:
                     if world.is_first and not is_of_lost_rank(error) and _may_fail_again(error):
                         note_failure(output, loop.step + 1, str(error))
@@ -174,7 +174,7 @@ def _lost_ranks_named(saver: Saver) -> Iterator[None]:
 
 
 def _share_work(corpus: Corpus, recipe: Recipe, world: World) -> tuple[Batches, World]:
-    """The batches of a run, and the ranks with the shape of their mesh; a ValueError if they cannot share the work."""
+    """The batches of a run, and the ranks in their mesh; raises ValueError if the ranks cannot share the work."""
     heads = make_config(corpus, recipe).num_attention_heads
     shape = choose_shape(recipe.mesh, ranks=world.ranks, batch=recipe.batch, heads=heads, length=recipe.length)
     batches = make_batches(corpus, recipe, shape.data)
@@ -189,7 +189,7 @@ def _share_work(corpus: Corpus, recipe: Recipe, world: World) -> tuple[Batches, 
 def _find_start(
     output: Path, recipe: Recipe, corpus: Corpus, world: World, on_refused: Callable[[str], None]
 ) -> tuple[checkpoints.Checkpoint | None, Failures | None]:
-    """The checkpoint that a run goes on from, None at its beginning, and the failures for which it is an earlier one.
+    """The checkpoint that a run resumes from, None for a new run, and the failures that made it fall back, if any.
 
     Collective: every rank must call it.
     """
@@ -211,7 +211,7 @@ def _begin_folder(
     device: torch.device,
     on_note: Callable[[str], None],
 ) -> None:
-    """Write what the run is, and remove what is left of later steps. On the first rank."""
+    """Write `run.json`, and remove what is left of later steps. On the first rank."""
     step = 0 if checkpoint is None else checkpoint.step
     if checkpoint is not None and (changes := describe_changes(checkpoint, about, device)):
         on_note(changes)
@@ -240,7 +240,7 @@ def make_ready(model: DecoderForCausalLM, recipe: Recipe, world: World) -> torch
     if recipe.recompute:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     if recipe.compile:
-        # By options, as the backward pass is compiled later: no kernel is chosen by its time, where that changes bits.
+        # As options, because the backward pass is compiled later: choosing kernels by their time would change bits.
         options = {"deterministic": True} if recipe.deterministic else None
         for layer in model.model.layers:  # two kinds of layers are two short graphs, for any number of them
             layer.compile(options=options)
@@ -250,7 +250,7 @@ def make_ready(model: DecoderForCausalLM, recipe: Recipe, world: World) -> torch
 
 
 def _may_fail_again(error: RuntimeError) -> bool:
-    """Whether the state of the run may be why: not where memory is short, the corpus is gone, or the disk is full."""
+    """Whether the state of the run may be the cause: not if memory is short, the corpus is gone or the disk is full."""
     if isinstance(error, TrainingError):
         return isinstance(error, StepError)
     return not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error)

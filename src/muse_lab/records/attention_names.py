@@ -1,4 +1,4 @@
-"""What attentions are called in reports: in words, and in short."""
+"""Names of attentions in reports: in words, and short ones."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from muse_attention.registry import config_at
 from muse_attention.sizes import format_size, parse_size
 
 EXACT = "exact"
-_OTHERS = {
+_BASELINES = {
     EXACT: "exact attention",
     "block_diagonal": "block-diagonal attention, blocks of {}",
     "moba": "MoBA, own blocks of {0}, retrieved blocks of {1}, {2} for each query",
@@ -21,7 +21,7 @@ _BLOCK = re.compile(r"B(\d+[km]?)$")
 
 
 def recorded_config(attention: str, length: int | None = None) -> MuSeConfig | None:
-    """`config_at` of a name in a record. Also None for one that only an earlier version can read."""
+    """`config_at` for a name in a record; None also for a name that only an earlier version can read."""
     try:
         return config_at(attention, length)
     except ValueError:
@@ -29,7 +29,7 @@ def recorded_config(attention: str, length: int | None = None) -> MuSeConfig | N
 
 
 def block_size_of(attention: str, length: int | None = None) -> int | None:
-    """Tokens of a block of MuSe, by a name in a record of any version; None for other attentions."""
+    """Tokens per block of MuSe, from a name in a record of any version; None for other attentions."""
     notation = attention.removeprefix("muse:").partition(",")[0]
     if attention.startswith("muse:") and (size := _BLOCK.search(notation)):
         return parse_size(size[1])
@@ -38,7 +38,7 @@ def block_size_of(attention: str, length: int | None = None) -> int | None:
 
 
 def without_freezing(attention: str) -> str:
-    """A full name without what gradients alone depend on: attentions that compute the same share it."""
+    """A full name without the setting that changes gradients only: attentions with equal outputs share it."""
     return attention.replace(f",{_FROZEN}", "")
 
 
@@ -52,14 +52,14 @@ def in_words(attention: str) -> str:
     if config is None:
         kind, _, settings = attention.partition(":")
         sizes = re.findall(r"\d+[km]?", settings)
-        return _OTHERS[kind].format(*sizes) if kind == EXACT or (kind in _OTHERS and sizes) else attention
+        return _BASELINES[kind].format(*sizes) if kind == EXACT or (kind in _BASELINES and sizes) else attention
     blocks = f"blocks of {format_size(config.block_size)}"
     if config.tolerance is not None:
-        cautiously = "" if config.caution == MuSeConfig.caution else f" with a caution of {config.caution:g}"
-        together = "" if config.tile == MuSeConfig.tile else f" in tiles of {config.tile} queries"
+        caution = "" if config.caution == MuSeConfig.caution else f" with a caution of {config.caution:g}"
+        tiles = "" if config.tile == MuSeConfig.tile else f" in tiles of {config.tile} queries"
         return (
             f"{config.query_clusters} query clusters, {config.key_clusters} key clusters of each block, "
-            f"retrieval{together} of what is expected{cautiously} to be off by {config.tolerance:g} or more, {blocks}"
+            f"retrieval{tiles} of what is expected{caution} to be off by {config.tolerance:g} or more, {blocks}"
         )
     if not config.tilt:
         clusters = f"{config.key_clusters} key clusters, no tilt"
@@ -76,21 +76,21 @@ def in_words(attention: str) -> str:
 
 
 def short_names(attentions: Iterable[str]) -> dict[str, str]:
-    """What attentions are called in one report: MuSe by its sizes, and by settings that most others do not have, of
-    those with a tolerance and of those without.
+    """Short names of the attentions in one report: MuSe by its sizes, and by settings that at most half of the
+    attentions have, among those with a tolerance and among those without.
 
-    That the aggregation is frozen is always told: it is another gradient.
+    Frozen aggregation is always named, because it changes the gradient.
     """
     names = list(dict.fromkeys(attentions))
     settings = {name: name.removeprefix("muse:").split(",") for name in names if name.startswith("muse:")}
     uses = Counter((_has_tolerance(parts), part) for parts in settings.values() for part in parts)
-    others = Counter(map(_has_tolerance, settings.values()))
+    totals = Counter(map(_has_tolerance, settings.values()))
 
-    def is_told(part: str, *, has_tolerance: bool) -> bool:
-        return part == _FROZEN or 2 * uses[has_tolerance, part] <= others[has_tolerance]
+    def is_named(part: str, *, has_tolerance: bool) -> bool:
+        return part == _FROZEN or 2 * uses[has_tolerance, part] <= totals[has_tolerance]
 
     short = {
-        name: ",".join([parts[0], *(part for part in parts[1:] if is_told(part, has_tolerance=_has_tolerance(parts)))])
+        name: ",".join([parts[0], *(part for part in parts[1:] if is_named(part, has_tolerance=_has_tolerance(parts)))])
         for name, parts in settings.items()
     }
     taken = Counter(short.values())

@@ -1,7 +1,7 @@
-"""Queries, keys and values of some heads of a model, to measure attentions on, also where the model is not.
+"""Queries, keys and values of some heads of a model, to measure attentions on without the model.
 
-A file is of safetensors or, with the ending .pt, of `torch.save`; nothing in it is ever run. Beside the tensors, as
-captured or in eight bits a number, it says where they are from and, optionally, which queries must look something up.
+A file is in the format of safetensors or, with the suffix .pt, of `torch.save`; nothing in it is ever run. It has the
+tensors, as captured or in eight bits per number, their origin and, optionally, the queries that are lookups.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 _TENSORS = ("query", "key", "value")
 _ROWS, _CHANNELS = "_rows", "_channels"
-"""Behind the name of a tensor in eight bits: its scales."""
+"""Suffixes of the names of the scales of a tensor in eight bits."""
 _ABOUT = "about"
-_FEW_TOKENS = 8
-"""Enough to see which layers there are."""
+_TRIAL_TOKENS = 8
+"""Tokens of the call that lists the layers."""
 
 
 @dataclass(frozen=True)
@@ -39,12 +39,12 @@ class LookupAt:
     position: int
     """of the query"""
     needle: tuple[int, ...]
-    """positions of the needle's tokens, none behind the query"""
+    """positions of the needle's tokens, none after the query"""
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where captures are from, in words."""
+    """Where captures come from, in words."""
 
     model: str
     text: str
@@ -77,12 +77,12 @@ class Captures:
 
     @property
     def group_size(self) -> int:
-        """Heads that share their keys; 1: each has its own."""
+        """Heads per key head."""
         return self.query.shape[1] // self.key.shape[1]
 
     @property
     def fingerprint(self) -> str:
-        """Sixteen hexadecimal digits from all numbers."""
+        """Sixteen hexadecimal digits of a hash of the tensors."""
         digest = hashlib.sha256()
         for name in _TENSORS:
             digest.update(getattr(self, name).cpu().contiguous().view(torch.uint8).numpy())
@@ -93,21 +93,21 @@ class Captures:
         return replace(self, **moved)
 
     def with_heads(self, number: int, key_heads: int | None = None) -> Captures:
-        """So many of the heads, evenly spread, with keys of their own; or in groups that share so many key heads.
+        """`number` of the heads, evenly spread, each with its own keys, or in groups that share `key_heads` key heads.
 
-        A multiple of all heads has each of them as often.
+        A multiple of the captured heads repeats each of them equally often.
         """
-        heads, of_keys = self.choose_heads(number, key_heads)
+        heads, shared = self.choose_heads(number, key_heads)
         return replace(
             self,
             query=self.query[:, heads],
-            key=self.key[:, of_keys],
-            value=self.value[:, of_keys],
+            key=self.key[:, shared],
+            value=self.value[:, shared],
             origin=replace(self.origin, heads=tuple(self.origin.heads[head] for head in heads)),
         )
 
     def choose_heads(self, number: int, key_heads: int | None = None) -> tuple[list[int], list[int]]:
-        """Which heads, and which key heads, `with_heads` gives."""
+        """Indices of the heads, and of the key heads, that `with_heads` returns."""
         available = self.key.shape[1]
         captured = len(self.origin.heads)
         times = number // captured if number % captured == 0 else 1
@@ -123,13 +123,13 @@ class Captures:
                 f"{available} groups of {self.group_size} heads were captured, not {wanted}; choose other --heads and "
                 "--key-heads, or capture groups by muse tune --save-captures FILE --groups"
             )
-        of_keys = spread(available, key_heads)
-        return [of_key * self.group_size + place for of_key in of_keys for place in range(size)], of_keys
+        shared = spread(available, key_heads)
+        return [key_head * self.group_size + place for key_head in shared for place in range(size)], shared
 
     def with_length(self, length: int, *, repeat: bool = False) -> Captures:
-        """The beginning of each sample; or, with `repeat`, samples laid end to end where they are shorter.
+        """The first `length` tokens of each sample; or, with `repeat`, samples laid end to end if they are shorter.
 
-        That is harder than a text of this length: every pattern of positions recurs with each sample.
+        The latter is harder than a text of this length: patterns of positions recur with each sample.
         """
         number = self.samples_of(length, repeat=repeat)
         if length <= self.length:
@@ -154,7 +154,7 @@ class Captures:
         return replace(self, **tensors, origin=replace(self.origin, laid=laid), lookups=tuple(lookups))
 
     def samples_of(self, length: int, *, repeat: bool = False) -> int:
-        """How many `with_length` gives: no short sample is part of two long ones, but there is at least one."""
+        """Number of samples that `with_length` returns: at least one, and no more than use each short sample once."""
         if length > self.length and not repeat:
             raise ValueError(
                 f"the captured samples have {self.length} tokens, less than {length}; choose a smaller --length, or "
@@ -171,7 +171,7 @@ class _Unit(NamedTuple):
 
 
 def spread(available: int, number: int) -> list[int]:
-    """At most so many of the first numbers, evenly spaced and away from both ends."""
+    """Up to `number` indices below `available`, evenly spaced and away from both ends."""
     if number < 1:
         raise ValueError(f"cannot measure {number} heads; use at least 1")
     number = min(number, available)
@@ -181,29 +181,29 @@ def spread(available: int, number: int) -> list[int]:
 def capture_heads(
     model: PreTrainedModel, tokens: Tensor, number: int, *, model_name: str, text: str, grouped: bool = False
 ) -> Captures:
-    """So many heads, spread over the layers without a window, on (samples, length) tokens.
+    """Capture `number` heads, spread over the layers without a window, on (samples, length) tokens.
 
-    Each has keys of its own, though heads of the model may share them. `grouped`: whole groups of heads that share
-    their keys, of at least so many heads.
+    Each head has keys of its own, though heads of the model may share them. `grouped`: capture whole groups of heads
+    that share their keys, with at least `number` heads in all.
     """
     from muse_attention.huggingface.capture import visit_layers  # here: transformers is not always installed
 
-    found: list[_Unit] = []
+    units: list[_Unit] = []
 
     def list_units(layer: int, query: Tensor, key: Tensor, *_: object) -> None:
         size = query.shape[1] // key.shape[1] if grouped else 1
-        found.extend(_Unit(layer, range(first, first + size)) for first in range(0, query.shape[1], size))
+        units.extend(_Unit(layer, range(first, first + size)) for first in range(0, query.shape[1], size))
 
-    visit_layers(model, tokens[:1, :_FEW_TOKENS], list_units)
-    if len({len(unit.heads) for unit in found}) > 1:
+    visit_layers(model, tokens[:1, :_TRIAL_TOKENS], list_units)
+    if len({len(unit.heads) for unit in units}) > 1:
         raise ValueError("the layers of this model have groups of different sizes; capture without --groups")
-    chosen = [found[index] for index in spread(len(found), -(-number // len(found[0].heads)))]
+    chosen = [units[index] for index in spread(len(units), -(-number // len(units[0].heads)))]
     samples: list[list[Tensor]] = []
 
     def keep(layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> None:
-        units = [unit.heads for unit in chosen if unit.layer == layer]
-        heads = [head for unit in units for head in unit]
-        shared = [unit[0] // (query.shape[1] // key.shape[1]) for unit in units]
+        groups = [unit.heads for unit in chosen if unit.layer == layer]
+        heads = [head for group in groups for head in group]
+        shared = [group[0] // (query.shape[1] // key.shape[1]) for group in groups]
         # With this factor the scale is the usual one.
         parts = (query[:, heads] * (scale * math.sqrt(query.shape[3])), key[:, shared], value[:, shared])
         if heads:
@@ -221,7 +221,7 @@ def capture_heads(
 
 
 def save_captures(captures: Captures, path: Path, *, compact: bool = False) -> None:
-    """As safetensors, or with the ending .pt by `torch.save`; `compact`: rounded to eight bits a number."""
+    """Write safetensors, or with the suffix .pt by `torch.save`; `compact`: rounded to eight bits per number."""
     tensors = {name: getattr(captures, name).cpu().contiguous() for name in _TENSORS}
     if compact:
         tensors = _pack(tensors)
@@ -235,14 +235,14 @@ def save_captures(captures: Captures, path: Path, *, compact: bool = False) -> N
 
 
 def load_captures(path: Path) -> Captures:
-    """What `save_captures` wrote; a ValueError if it is something else."""
+    """Read what `save_captures` wrote; raises ValueError for any other file."""
     if not path.is_file():
         raise ValueError(f"there is no file {str(path)!r} of captures; write one by muse tune --save-captures FILE")
     try:
         return _read(path)
     except ImportError:
         raise ValueError(f"reading {path.name} needs the package safetensors; install it, or save as .pt") from None
-    except Exception:  # whatever a reader says of a file that is none
+    except Exception:  # each reader has errors of its own for other files
         raise ValueError(f"{path} does not hold captures; write them by muse tune --save-captures FILE") from None
 
 
@@ -265,7 +265,7 @@ def _read(path: Path) -> Captures:
 
 
 def _pack(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """In eight bits a number, beside their scales."""
+    """The tensors in eight bits per number, and their scales."""
     packed: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         packed[name], packed[name + _ROWS], packed[name + _CHANNELS] = round_to_eight_bits(tensor)

@@ -1,4 +1,4 @@
-"""Dataclasses as JSON, and back with every type checked: what a dataclass declares is what its file has."""
+"""Dataclasses as JSON and back, with every type checked against what the dataclass declares."""
 
 from __future__ import annotations
 
@@ -15,76 +15,78 @@ _LARGEST = 2**63
 def entries(
     *keys: str, name: str = "", value: str = "", of_values: Mapping[str, Any] | None = None
 ) -> Mapping[str, Any]:
-    """Metadata of a field that is a dict here, and in the file a list of objects: the parts of the key, and the value.
+    """Metadata of a dict that is a list of objects in the file, each with the parts of the key, and the value.
 
     Args:
         keys: names of the parts of the key
-        name: of the list, if it is not that of the field
+        name: name of the list, if it is not that of the field
         value: name of the value, if that is not a structure, whose fields have their own names
-        of_values: the entries that values are, if they are dicts too
+        of_values: `entries` of the values, if they are dicts too
     """
     return {"keys": keys, "name": name, "value": value, "of_values": of_values or {}}
 
 
 def as_json(value: Any, listed: Mapping[str, Any] | None = None) -> Any:
-    """Structures as what JSON has; `listed` describes a dict by `entries`."""
+    """Structures as JSON values; `listed` describes a dict by `entries`."""
     if listed:
-        return [_entry(key, one, listed) for key, one in value.items()]
+        return [_entry(key, item, listed) for key, item in value.items()]
     if dataclasses.is_dataclass(value):
-        return {_name(one): as_json(getattr(value, one.name), one.metadata) for one in dataclasses.fields(value)}
+        return {
+            _name(field): as_json(getattr(value, field.name), field.metadata) for field in dataclasses.fields(value)
+        }
     if isinstance(value, dict):
-        return {key: as_json(one) for key, one in value.items()}
+        return {key: as_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple) and not (value and isinstance(value[0], float | int | str)):
-        return [as_json(one) for one in value]
+        return [as_json(item) for item in value]
     return value
 
 
-def from_json(declared: Any, found: Any, listed: Mapping[str, Any] | None = None) -> Any:
-    """A structure of the declared type from what `as_json` gave; a TypeError, KeyError or ValueError if it is not one.
+def from_json(declared: Any, value: Any, listed: Mapping[str, Any] | None = None) -> Any:
+    """The structure of the declared type that `as_json` wrote; raises TypeError, KeyError or ValueError otherwise.
 
     Fields that are not declared are left out. An integer may stand for a float, as JSON does not tell them apart; a
     bool is no number.
     """
-    inside, origin = typing.get_args(declared), typing.get_origin(declared) or declared
+    parts, origin = typing.get_args(declared), typing.get_origin(declared) or declared
     if listed:
-        return dict(_from_entry(inside, one, listed) for one in _checked(found, list))
+        return dict(_from_entry(parts, entry, listed) for entry in _checked(value, list))
     if declared is Any:
-        return found
+        return value
     if origin in (typing.Union, types.UnionType):
-        arms = [arm for arm in inside if arm is not types.NoneType]
-        return None if found is None and len(arms) < len(inside) else from_json(arms[0], found)
+        options = [option for option in parts if option is not types.NoneType]
+        return None if value is None and len(options) < len(parts) else from_json(options[0], value)
     if declared in (int, float):
-        if type(found) is not declared and (declared is int or type(found) is not int):
-            raise TypeError(f"{found!r} is not a {declared.__name__}")
-        if type(found) is int and not -_LARGEST <= found < _LARGEST:
+        if type(value) is not declared and (declared is int or type(value) is not int):
+            raise TypeError(f"{value!r} is not a {declared.__name__}")
+        if type(value) is int and not -_LARGEST <= value < _LARGEST:
             raise ValueError("a number that is too large")
-        return found
+        return value
     if dataclasses.is_dataclass(declared):
-        named = {_name(one): one for one in dataclasses.fields(declared) if one.init}
-        hints, given = _hints(origin), _checked(found, dict)
+        fields = {_name(field): field for field in dataclasses.fields(declared) if field.init}
+        hints, given = _hints(origin), _checked(value, dict)
         return origin(
             **{
-                one.name: from_json(hints[one.name], given[name], one.metadata)
-                for name, one in named.items()
+                field.name: from_json(hints[field.name], given[name], field.metadata)
+                for name, field in fields.items()
                 if name in given
             }
         )
     if hasattr(declared, "_fields"):
-        return declared(*map(from_json, _hints(declared).values(), _checked(found, list)))
+        return declared(*map(from_json, _hints(declared).values(), _checked(value, list)))
     if origin in (list, tuple):
-        kinds = inside if origin is tuple and inside[1:] != (...,) else inside[:1] * len(_checked(found, list))
-        return origin(from_json(kind, one) for kind, one in zip(kinds, _checked(found, list), strict=True))
+        kinds = parts if origin is tuple and parts[1:] != (...,) else parts[:1] * len(_checked(value, list))
+        return origin(from_json(kind, item) for kind, item in zip(kinds, _checked(value, list), strict=True))
     if origin is dict:
         return {
-            int(key) if inside[0] is int else key: from_json(inside[1], one)
-            for key, one in _checked(found, dict).items()
+            int(key) if parts[0] is int else key: from_json(parts[1], item)
+            for key, item in _checked(value, dict).items()
         }
-    return _checked(found, declared)
+    return _checked(value, declared)
 
 
-def _name(one: dataclasses.Field[Any]) -> str:
-    """Of a field, in the file."""
-    return one.metadata.get("name") or one.name
+def _name(field: dataclasses.Field[Any]) -> str:
+    """The name of a field in the file."""
+    return field.metadata.get("name") or field.name
 
 
 def _entry(key: Any, value: Any, listed: Mapping[str, Any]) -> dict[str, Any]:
@@ -96,14 +98,14 @@ def _entry(key: Any, value: Any, listed: Mapping[str, Any]) -> dict[str, Any]:
 def _from_entry(declared: tuple[Any, Any], entry: dict[str, Any], listed: Mapping[str, Any]) -> tuple[Any, Any]:
     parts = [entry[name] for name in listed["keys"]]
     key = from_json(declared[0], parts if len(parts) > 1 else parts[0])
-    found = entry[listed["value"]] if listed["value"] else entry
-    return key, from_json(declared[1], found, listed["of_values"])
+    value = entry[listed["value"]] if listed["value"] else entry
+    return key, from_json(declared[1], value, listed["of_values"])
 
 
-def _checked(found: Any, kind: type) -> Any:
-    if not isinstance(found, kind):
-        raise TypeError(f"{found!r} is not a {kind.__name__}")
-    return found
+def _checked(value: Any, kind: type) -> Any:
+    if not isinstance(value, kind):
+        raise TypeError(f"{value!r} is not a {kind.__name__}")
+    return value
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""One policy for every command that writes results: continue what is the same, refuse what differs, `--overwrite`.
+"""One policy for every command that writes results: continue equal ones, refuse others, replace by `--overwrite`.
 
 earlier = find_earlier(path, read_results, described, wanted, overwrite=overwrite)
 results = Results(...) if earlier is None else earlier
@@ -13,7 +13,7 @@ from typing import TypeVar
 REMEDY = "choose another --output, or replace it with --overwrite"
 """What a user can do about results that differ."""
 REMEDY_BY_NAME = "choose another --name or --output, or replace it with --overwrite"
-"""The same, of a command that names its files."""
+"""The same, for a command that names its files."""
 _LONGEST_VALUE = 60
 
 Results = TypeVar("Results")
@@ -32,10 +32,10 @@ def find_earlier(
 
     Args:
         read: raises ValueError if the file holds something else
-        described: what results are of, by name: settings, machine, versions
-        wanted: what `described` must give, every name of it
+        described: conditions of results, by name: settings, machine, versions
+        wanted: conditions that the results must have
 
-    Raises ValueError, with `remedy`, for a file that cannot be read, and for results of something else.
+    Raises ValueError, with `remedy`, for a file that cannot be read, and for results under other conditions.
     """
     if overwrite or not path.exists():
         return None

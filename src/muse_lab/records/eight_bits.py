@@ -1,4 +1,4 @@
-"""Rows of numbers in eight bits each, with a scale of every row and of every channel."""
+"""Tensors in eight bits per number, with a scale for every row and for every channel."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _LARGEST = 127
 
 
 class EightBits(NamedTuple):
-    """What stands for (samples, heads, length, dim) numbers: the product of the three."""
+    """A (samples, heads, length, dim) tensor, as the product of three."""
 
     numbers: Tensor
     """int8, of the same shape"""
@@ -23,10 +23,10 @@ class EightBits(NamedTuple):
 
 
 def round_to_eight_bits(tensor: Tensor) -> EightBits:
-    """With errors of at most half a scale of the row times that of the channel; a ValueError if one is not finite."""
+    """Round to at most half a row's scale times the channel's; raises ValueError if a number is not finite."""
     tensor = tensor.float()
     if not tensor.isfinite().all():
-        raise ValueError("some of the numbers are not finite, which eight bits cannot say")
+        raise ValueError("some of the numbers are not finite, which eight bits cannot represent")
     channels = tensor.abs().amax((0, 2), keepdim=True)[0]
     relative = tensor / channels.masked_fill(channels == 0, 1)
     rows = (relative.abs().amax(3, keepdim=True) / _LARGEST).half()
@@ -35,5 +35,5 @@ def round_to_eight_bits(tensor: Tensor) -> EightBits:
 
 
 def restore(rounded: EightBits) -> Tensor:
-    """In float32: two products of each number, the same on every machine."""
+    """The tensor in float32, by two products per number, the same on every machine."""
     return rounded.numbers.float() * rounded.rows.float() * rounded.channels

@@ -1,6 +1,6 @@
 """Atomic writes of files and folders (written aside, then renamed), and a lock on a folder.
 
-No link is followed: one in the place of a file or a folder that is written is replaced, and its target is left alone.
+Links are not followed: a link in the place of a written file or folder is replaced, and its target is left alone.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ except ImportError:  # not on Windows
     fcntl = None
 
 _RANDOM_BYTES = 8
-"""In the name of an unfinished file, which nobody can guess and take before."""
+"""In the name of an unfinished file, so that nobody can guess the name and create it first."""
 _ABANDONED_SECONDS = 3600.0
 """Age of an unfinished file whose writer was killed: a write takes less."""
 
@@ -30,7 +30,7 @@ _ABANDONED_SECONDS = 3600.0
 def replace_file(path: Path, content: str | bytes) -> None:
     """Replace the file `path` by `content` atomically: if the disk is full, the old file stays.
 
-    Every OSError names the file, also that of a full disk. What a killed process left of it is removed.
+    Every OSError names the file, also if the disk is full. Unfinished files of killed processes are removed.
     """
     unfinished = path.with_name(f"{path.name}.{secrets.token_hex(_RANDOM_BYTES)}.tmp")
     try:
@@ -63,7 +63,7 @@ def new_folder(folder: Path) -> None:
 
 
 def replace_folder(unfinished: Path, folder: Path) -> None:
-    """Replace `folder` by a folder of files that is written aside; its contents are on disk before it is renamed."""
+    """Replace `folder` by the folder `unfinished`, whose files are flushed to disk before it is renamed."""
     with errors_naming(folder):
         for file in unfinished.iterdir():
             sync(file)
@@ -84,7 +84,7 @@ def remove_folder(folder: Path) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a folder with all that is in it, as far as that is possible, or a file, or a link, but not its target."""
+    """Remove a folder and its contents, as far as possible, or a file, or a link but not its target."""
     if path.is_symlink() or path.is_file():
         path.unlink()
     else:

@@ -1,4 +1,4 @@
-"""The machine a number was measured on: what it is made of and the versions it runs. Nothing that names its owner."""
+"""The machine a number was measured on: its hardware and versions, and nothing that names its owner."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import muse_attention
 
 
 def describe_machine() -> dict[str, Any]:
-    """Hardware, operating system, versions and today's date; None for what is absent or cannot be found out."""
+    """Hardware, operating system, versions and today's date; None for values that are absent or unknown."""
     cuda = torch.cuda.is_available()
     return {
         "cpu": cpu_name(),

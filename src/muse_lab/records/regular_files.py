@@ -1,7 +1,7 @@
-"""Reading files that may come from anybody: regular files of a sane size, and nothing else.
+"""Reading untrusted files: regular files of limited size, and nothing else.
 
-A pipe in the place of a file would be waited for without end, and a device has no end. Both, folders, and files that
-are too large are an OSError that names the file.
+Reading a pipe can wait forever, and a device has no end. Both, folders, and files that are too large raise an OSError
+that names the file.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from io import BufferedReader
 from pathlib import Path
 
 LARGEST = 2**26
-"""Bytes that are read of one file, unless its reader expects more."""
+"""Default limit on the bytes of a file."""
 
 
 def read_regular(path: Path, largest: int = LARGEST) -> bytes:
@@ -25,9 +25,9 @@ def read_regular(path: Path, largest: int = LARGEST) -> bytes:
 
 
 def open_regular(path: Path) -> BufferedReader:
-    stat_regular(path)  # first: to open a device may already do something
+    stat_regular(path)  # first: opening a device may already have effects
     file = open(path, "rb", opener=_open_at_once)  # noqa: SIM115
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):  # replaced since
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):  # replaced meanwhile
         file.close()
         raise _not_regular(path)
     return file
@@ -41,7 +41,7 @@ def stat_regular(path: Path) -> os.stat_result:
 
 
 def _open_at_once(path: str, flags: int) -> int:
-    """Without waiting for the other end of a pipe."""
+    """Open without waiting for the other end of a pipe."""
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 

@@ -1,6 +1,6 @@
-"""Results of a measurement as one JSON file: written, read back and continued by the same few lines, whatever they are.
+"""Results of any measurement as one JSON file: writing, reading and continuing it.
 
-A file has what the dataclass of its results declares, a `version`, and under `attentions` the fields of the
+A file has the fields that the dataclass of its results declares, a `version`, and under `attentions` the fields of the
 configuration behind each name in it: names are for people.
 """
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 OnStep = Callable[[str, int], None]
-"""Told what a measurement begins with, and how many steps are finished."""
+"""Called with the step that begins, in words, and the number of finished steps."""
 VERSION = 1
 SECONDS_BETWEEN_WRITES = 2.0
 """At most this much work is lost. (Writing a large file after every step can take longer than the step.)"""
@@ -36,16 +36,16 @@ SECONDS_BETWEEN_WRITES = 2.0
 
 @dataclass
 class StoredResults:
-    """What all kinds of results share. A subclass declares its settings, a dataclass, and what it has measured."""
+    """Base class of results. A subclass declares its settings, as a dataclass, and its measurements."""
 
     command: ClassVar[str]
-    """that measures them"""
+    """the command that measures them"""
     remedy: ClassVar[str] = REMEDY_BY_NAME
     """what a user can do with a file that cannot be continued"""
     is_finite: ClassVar[bool] = False
     """whether a NaN or an infinity makes a file unreadable"""
     packages: ClassVar[tuple[str, ...]] = ("transformers",)
-    """whose versions count as part of the machine, where they are installed"""
+    """packages whose versions are part of the machine, if they are installed"""
 
     machine: dict[str, Any]
     settings: Any
@@ -53,18 +53,18 @@ class StoredResults:
 
     @property
     def named(self) -> Iterable[str]:
-        """Attentions whose numbers are here, by their full names."""
+        """Full names of the attentions with results."""
         raise NotImplementedError
 
     def check(self) -> None:
-        """A ValueError if what was read does not fit together."""
+        """Raise ValueError if the fields of a file contradict each other."""
 
     @classmethod
     def start(cls, settings: Any, path: Path, *, overwrite: bool = False, remedy: str = "") -> Self:
-        """The results in the file; empty ones of this machine if there is no file, or with `overwrite`.
+        """The results in the file, or empty ones of this machine if there is no file, or with `overwrite`.
 
-        Raises ValueError, with the `remedy` of the class unless there is another, if those in the file have other
-        settings, or were measured on another machine.
+        Raises ValueError, with `remedy` or that of the class, if those in the file have other settings or another
+        machine.
         """
         empty = cls({**describe_machine(), **_versions(cls.packages)}, settings)
         wanted, remedy = empty.conditions(), remedy or cls.remedy
@@ -77,13 +77,13 @@ class StoredResults:
         find_earlier(path, cls.read, vars, {}, overwrite=overwrite, remedy=cls.remedy)
 
     def conditions(self) -> dict[str, Any]:
-        """What numbers that stand in one table have in common: settings, machine and versions, but not the day."""
+        """What the numbers of one table have in common: settings, machine and versions, but not the date."""
         machine = {name: value for name, value in self.machine.items() if name != "date"}
         return {**vars(self.settings), **machine}
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """What `write` wrote; a ValueError if it is something else."""
+        """Read what `write` wrote; raises ValueError for any other file."""
         try:
             document = parse_json(read_regular(path), finite=cls.is_finite)
             if lacking := {"version", *as_json(cls({}, None))} - document.keys():
@@ -97,7 +97,7 @@ class StoredResults:
         return results
 
     def write(self, path: Path) -> None:
-        """Replace the file in one step, so that it is whole at any moment."""
+        """Replace the file atomically."""
         configs = {name: recorded_config(name) for name in self.named}
         attentions = {name: config and dataclasses.asdict(config) for name, config in configs.items()}
         document = {"version": VERSION, **as_json(self), "attentions": attentions}
@@ -105,7 +105,7 @@ class StoredResults:
 
     @contextlib.contextmanager
     def saving(self, path: Path) -> Iterator[Callable[[], None]]:
-        """Gives what to call after each step: it writes the file now and then. The end of the steps writes it too."""
+        """Yield a function to call after each step, which writes the file now and then; the end writes it too."""
         written, is_changed = time.monotonic(), False
 
         def save() -> None:
@@ -123,7 +123,7 @@ class StoredResults:
 
 
 def rounded(numbers: Tensor, digits: int) -> list[float]:
-    """To so many significant digits: files stay small."""
+    """The numbers with `digits` significant digits, so that files stay small."""
     return [float(f"{number:.{digits}g}") for number in numbers.tolist()]
 
 

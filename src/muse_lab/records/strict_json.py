@@ -8,10 +8,10 @@ from typing import Any, NoReturn
 
 
 def parse_json(content: str | bytes, *, finite: bool = True) -> Any:
-    """As `json.loads`, with a ValueError for whatever cannot be read, and for an object that has a key twice.
+    """`json.loads`, but raises ValueError for whatever cannot be read, and for an object that has a key twice.
 
     Args:
-        finite: refuse NaN, infinities and numbers beyond the range of a float too, which are no JSON
+        finite: also refuse NaN, infinities and numbers beyond the range of a float
     """
     numbers: dict[str, Any] = {"parse_constant": _refuse, "parse_float": _parse_finite} if finite else {}
     try:
@@ -21,10 +21,10 @@ def parse_json(content: str | bytes, *, finite: bool = True) -> Any:
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a key is there twice")
-    return found
+    members = dict(pairs)
+    if len(members) != len(pairs):
+        raise ValueError("a key occurs twice")
+    return members
 
 
 def _parse_finite(text: str) -> float:

@@ -14,45 +14,45 @@ from muse_lab.pretraining.parallel import World
 
 
 def agree(world: World | None, path: Path, read: Callable[[], Manifest]) -> Manifest:
-    """The manifest that all ranks find. Collective: every rank must call it.
+    """The manifest that all ranks read. Collective: every rank must call it.
 
-    Raises CheckpointError if all of them refuse it, and TrainingError if they find different things, as where a
-    network's folder is listed before all of it is there.
+    Raises CheckpointError if all ranks refuse it, and TrainingError if they read different ones, as on a network file
+    system that does not list all files yet.
     """
-    found: Manifest | CheckpointError
+    outcome: Manifest | CheckpointError
     try:
-        found = read()
+        outcome = read()
     except CheckpointError as error:
-        found = error
-    check_same(world, path, found.sha256 if isinstance(found, Manifest) else str(found))
-    if isinstance(found, CheckpointError):
-        raise found
-    return found
+        outcome = error
+    check_same(world, path, outcome.sha256 if isinstance(outcome, Manifest) else str(outcome))
+    if isinstance(outcome, CheckpointError):
+        raise outcome
+    return outcome
 
 
-def check_same(world: World | None, path: Path, found: Any) -> None:
-    """Raise TrainingError unless all ranks have found the same. Collective: every rank must call it."""
-    first, *others = _gather(world, found)
-    if any(other != first for other in others):
+def check_same(world: World | None, path: Path, value: Any) -> None:
+    """Raise TrainingError unless all ranks have the same value. Collective: every rank must call it."""
+    first, *rest = _gather(world, value)
+    if any(other != first for other in rest):
         raise TrainingError(f"not all ranks see the same in {path} yet; resume again in a minute")
 
 
 def all_check(world: World | None, action: Callable[[], object]) -> None:
-    """Each rank checks its share, and all of them raise the CheckpointError of the first one that has one."""
-    mishap = None
+    """Each rank checks its share; all raise the first CheckpointError of any rank."""
+    own_failure = None
     try:
         action()
     except CheckpointError as error:
-        mishap = str(error)
-    for found in _gather(world, mishap):
-        if found is not None:
-            raise CheckpointError(found)
+        own_failure = str(error)
+    for failure in _gather(world, own_failure):
+        if failure is not None:
+            raise CheckpointError(failure)
 
 
 def share_of(world: World | None, files: Sequence[StoredFile]) -> list[StoredFile]:
-    """Files that this rank verifies: each has one rank, and ranks have about the same number of bytes.
+    """Files that this rank verifies: each file has one rank, and ranks have about equally many bytes.
 
-    With one file for each rank, each has its own, which it reads next.
+    With one file per rank, each rank verifies its own, which it reads next.
     """
     if world is None or world.ranks == 1:
         return list(files)
@@ -66,7 +66,7 @@ def share_of(world: World | None, files: Sequence[StoredFile]) -> list[StoredFil
 
 
 def _gather(world: World | None, value: Any) -> list[Any]:
-    """Of every rank. Collective: every rank must call it."""
+    """The values of all ranks. Collective: every rank must call it."""
     if world is None or world.mesh is None:
         return [value]
     values: list[Any] = [None] * world.ranks

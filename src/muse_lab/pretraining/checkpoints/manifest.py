@@ -31,7 +31,7 @@ LARGEST_MANIFEST = 2**28
 """Bytes."""
 _FILE_NAME = re.compile(r"rank-[0-9]{5,}-[0-9]{5,}\.safetensors")
 _SHOWN = 200
-"""Characters of a foreign text."""
+"""Characters of an untrusted text."""
 _Sizes = tuple[int, ...]
 
 
@@ -69,11 +69,11 @@ class StoredFile:
 
     def __post_init__(self) -> None:
         if not _FILE_NAME.fullmatch(self.name):
-            raise ValueError("no name of a file of tensors")
+            raise ValueError("not the name of a file of tensors")
 
 
 class StoredPart(NamedTuple):
-    """What the writer of a file says of one tensor in it."""
+    """A part of one tensor, and the file that has it."""
 
     name: str
     kind: TensorKind
@@ -85,7 +85,7 @@ class StoredPart(NamedTuple):
 @dataclass(frozen=True)
 class Manifest:
     step: int
-    """updates that were made"""
+    """finished updates"""
     about: dict[str, Any]
     """what its writer noted: the recipe, the corpus"""
     files: tuple[StoredFile, ...]
@@ -95,7 +95,7 @@ class Manifest:
 
 
 def make_manifest(step: int, about: dict[str, Any], parts: Iterable[StoredPart]) -> str:
-    """The text of a manifest; a ValueError if the parts do not make up whole tensors."""
+    """The text of a manifest; raises ValueError if the parts do not make up whole tensors."""
     files: dict[str, StoredFile] = {}
     kinds: dict[str, TensorKind] = {}
     chunks: dict[str, list[Chunk]] = {}
@@ -103,8 +103,8 @@ def make_manifest(step: int, about: dict[str, Any], parts: Iterable[StoredPart])
         files[part.file.name] = part.file
         kinds[part.name] = part.kind
         chunks.setdefault(part.name, []).append(part.chunk)
-    for found in chunks.values():
-        found.sort(key=lambda chunk: chunk.offsets)
+    for tensor_chunks in chunks.values():
+        tensor_chunks.sort(key=lambda chunk: chunk.offsets)
     tensors = {name: StoredTensor(kind, tuple(chunks[name])) for name, kind in kinds.items()}
     return write_manifest(step, about, [files[name] for name in sorted(files)], tensors)
 
@@ -134,7 +134,7 @@ def write_manifest(
 
 
 def read_manifest(path: Path, step: int) -> Manifest:
-    """Of the checkpoint in the folder `path`; a CheckpointError if it is not what was written for this step."""
+    """The manifest of the checkpoint in `path`; raises CheckpointError if it is not the one written for this step."""
     try:
         check_is_inside(path, MANIFEST)
         document = parse_json(read_regular(path / MANIFEST, LARGEST_MANIFEST))
@@ -157,7 +157,7 @@ def read_manifest(path: Path, step: int) -> Manifest:
 
 
 def check_is_whole(name: str, tensor: StoredTensor) -> None:
-    """A ValueError unless its chunks are runs of whole rows that follow one another, from the first row to the last."""
+    """Raise ValueError unless the chunks are runs of whole rows in order, from the first row to the last."""
     shape, begin = tensor.kind.shape or (1,), 0  # one number is a row by itself
     for chunk in tensor.chunks:
         offsets, sizes = chunk.offsets or (0,), chunk.sizes or (1,)
@@ -169,14 +169,14 @@ def check_is_whole(name: str, tensor: StoredTensor) -> None:
 
 
 def check_is_inside(folder: Path, name: str) -> None:
-    """Raise CheckpointError for a link out of the folder, and for anything but a regular file: a pipe never ends."""
+    """Raise CheckpointError for a link out of the folder, and for anything but a regular file, such as a pipe."""
     path = os.path.realpath(folder / name, strict=True)
     if os.path.dirname(path) != os.path.realpath(folder) or not os.path.isfile(path):
         raise CheckpointError(f"checkpoint {folder} is damaged: {name} is not a file of its own")
 
 
 def as_line(text: str) -> str:
-    """Text from a file that may be damaged, as part of a line."""
+    """Untrusted text, as a printable part of one line."""
     words = " ".join("".join(char if char.isprintable() else " " for char in text).split())
     return words if len(words) <= _SHOWN else f"{words[:_SHOWN]}..."
 
@@ -193,7 +193,7 @@ def _parse_tensors(document: object, files: tuple[StoredFile, ...]) -> dict[str,
             Chunk(file_names[number], offsets, sizes)
             for number, offsets, sizes in from_json(list[tuple[int, _Sizes, _Sizes]], values["chunks"])
         ]
-        if len({chunk.file for chunk in chunks}) < len(chunks):  # a file has one chunk by a name
+        if len({chunk.file for chunk in chunks}) < len(chunks):  # a file has one chunk per name
             raise ValueError
         tensors[name] = StoredTensor(TensorKind(from_json(_Sizes, values["shape"]), dtype), tuple(chunks))
         check_is_whole(name, tensors[name])

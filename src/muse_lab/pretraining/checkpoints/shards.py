@@ -1,4 +1,4 @@
-"""Files of tensors, in the format of safetensors: what one rank writes of a checkpoint, and what is read of it."""
+"""Files of tensors, in the format of safetensors: writing one rank's part of a checkpoint, and reading."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BYTES_PER_FILE = 2**30
 
 
 class Piece(NamedTuple):
-    """What a rank has of one tensor, in host memory."""
+    """A rank's part of one tensor, in host memory."""
 
     name: str
     kind: TensorKind
@@ -36,7 +36,7 @@ class Piece(NamedTuple):
 
 
 def whole_pieces(tensors: Mapping[str, Tensor]) -> list[Piece]:
-    """Copies of tensors that this process has whole."""
+    """Whole tensors of this process, copied to host memory."""
     return [
         Piece(name, TensorKind(tuple(tensor.shape), tensor.dtype), (0,) * tensor.dim(), copy_to_host(tensor))
         for name, tensor in tensors.items()
@@ -65,7 +65,7 @@ def write_pieces(folder: Path, rank: int, pieces: Iterable[Piece]) -> list[Store
 
 
 def contents_by_file(tensors: Mapping[str, StoredTensor]) -> dict[str, dict[str, TensorKind]]:
-    """What each file has of which tensor."""
+    """Shape and dtype of each part of a tensor, by file and tensor name."""
     contents: dict[str, dict[str, TensorKind]] = {}
     for name, tensor in tensors.items():
         for chunk in tensor.chunks:
@@ -74,7 +74,7 @@ def contents_by_file(tensors: Mapping[str, StoredTensor]) -> dict[str, dict[str,
 
 
 def check_contents(folder: Path, file: str, expected: Mapping[str, TensorKind]) -> None:
-    """A CheckpointError unless a file has the chunks that the manifest says, and all numbers are finite."""
+    """Raise CheckpointError unless a file has the chunks in the manifest, and all numbers are finite."""
     from safetensors import safe_open
 
     with reading(folder, file), safe_open(folder / file, "pt") as opened:
@@ -92,7 +92,7 @@ def check_contents(folder: Path, file: str, expected: Mapping[str, TensorKind]) 
 
 
 def read_tensor(folder: Path, name: str, tensor: StoredTensor) -> Tensor:
-    """Its chunks, joined."""
+    """A tensor, joined from its chunks."""
     from safetensors import safe_open
 
     whole = None
@@ -129,7 +129,7 @@ def reading(folder: Path, file: str) -> Iterator[None]:
 
 
 def _groups(pieces: Iterable[Piece]) -> Iterator[dict[str, Piece]]:
-    """Those of one file each; no file has two pieces of a tensor."""
+    """The pieces of each file; no file has two pieces of one tensor."""
     group: dict[str, Piece] = {}
     size = 0
     for piece in pieces:

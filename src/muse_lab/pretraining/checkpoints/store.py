@@ -2,10 +2,10 @@
 
     checkpoints/step-00000500/
         manifest.json                    hash of every file, and of itself; which part of which tensor is where
-        rank-00000-00000.safetensors     what the first rank has of the tensors; each rank writes its own
+        rank-00000-00000.safetensors     the first rank's parts of the tensors; each rank writes its own
 
-While it is written, a checkpoint is `step-00000500.tmp`, and so is an old one while it is removed: such
-folders are removed by the next run. Nothing is pickled. What any number of ranks wrote is read by any other.
+A checkpoint is named `step-00000500.tmp` while it is written, `step-00000500.old.tmp` while it is removed; the next
+run removes such folders. Nothing is pickled. Any number of ranks can read what any other number wrote.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ from muse_lab.records.strict_json import parse_json
 _NAME = re.compile(r"step-([0-9]{8,})")
 _UNFINISHED_NAME = re.compile(rf"{_NAME.pattern}(\.old)?\.tmp")
 UNTIL_NEXT = "until_next"
-"""What `about` has of a checkpoint that is removed when there is a newer one."""
+"""Marks a checkpoint, in its `about`, that is removed when there is a newer one."""
 
 
 @dataclass(frozen=True)
 class Checkpoint(Manifest):
-    """One that was verified."""
+    """A verified checkpoint."""
 
     folder: Path
 
@@ -74,11 +74,11 @@ def folder_of(folder: Path, step: int) -> Path:
 
 
 def steps_in(folder: Path) -> list[int]:
-    """Of all checkpoints that are finished, whole or not, in order."""
+    """Steps of all finished checkpoints, whole or not, in order."""
     if not folder.is_dir():
         return []
-    found = [(path.name, _NAME.fullmatch(path.name)) for path in folder.iterdir() if path.is_dir()]
-    steps = [(name, int(match[1])) for name, match in found if match]
+    matches = [(path.name, _NAME.fullmatch(path.name)) for path in folder.iterdir() if path.is_dir()]
+    steps = [(name, int(match[1])) for name, match in matches if match]
     return sorted(step for name, step in steps if folder_of(folder, step).name == name)
 
 
@@ -97,7 +97,7 @@ def begin(folder: Path, step: int) -> None:
 
 
 def write_shard(folder: Path, step: int, rank: int, pieces: Iterable[Piece]) -> list[StoredPart]:
-    """Write what one rank has, as files of safetensors; what they hold is for `finish`."""
+    """Write one rank's pieces as files of safetensors, and return their contents for `finish`."""
     return write_pieces(_aside(folder, step), rank, pieces)
 
 
@@ -111,7 +111,7 @@ def finish(folder: Path, step: int, about: dict[str, Any], parts: Iterable[Store
 
 
 def copy_checkpoint(checkpoint: Checkpoint, folder: Path, about: dict[str, Any]) -> Path:
-    """Put one that was verified into another folder, with another note of its writer."""
+    """Copy a verified checkpoint into another folder, with another `about`."""
     begin(folder, checkpoint.step)
     unfinished = _aside(folder, checkpoint.step)
     for file in checkpoint.files:
@@ -131,25 +131,25 @@ def _finish(folder: Path, step: int, manifest: str) -> Path:
 
 
 def prune(folder: Path, step: int, keep: int) -> None:
-    """Remove checkpoints before `step`, which is durable: those until the next one, and others but for the newest.
+    """Remove checkpoints before `step`, which is durable: all temporary ones, and regular ones but for the newest.
 
-    `keep` are left, and `step` as one more if it is itself one until the next.
+    `keep` regular ones are left; a `step` that is itself temporary is kept in addition.
     """
-    lasting: list[int] = []
-    passing: list[int] = []
-    for found in steps_in(folder):
-        (passing if _is_until_next(folder_of(folder, found)) else lasting).append(found)
-    older = [found for found in lasting if found < step]
-    left = keep - (step in lasting)
-    for found in sorted([*(found for found in passing if found < step), *older[: max(0, len(older) - left)]]):
-        remove_folder(folder_of(folder, found))
+    regular: list[int] = []
+    temporary: list[int] = []
+    for other in steps_in(folder):
+        (temporary if _is_until_next(folder_of(folder, other)) else regular).append(other)
+    older = [other for other in regular if other < step]
+    left = keep - (step in regular)
+    for other in sorted([*(other for other in temporary if other < step), *older[: max(0, len(older) - left)]]):
+        remove_folder(folder_of(folder, other))
 
 
 def clear_after(folder: Path, step: int) -> None:
-    """Remove the checkpoints after `step`, from which a run continues: they were refused and must not be kept."""
-    for found in steps_in(folder):
-        if found > step:
-            remove_folder(folder_of(folder, found))
+    """Remove the checkpoints after `step`, from which a run continues: they were refused."""
+    for later in steps_in(folder):
+        if later > step:
+            remove_folder(folder_of(folder, later))
 
 
 def clear_unfinished(folder: Path) -> None:
@@ -169,7 +169,7 @@ def verify(folder: Path, step: int, world: World | None = None) -> Checkpoint:
             Collective: every rank must call it.
     """
     path = folder_of(folder, step)
-    manifest = agree(world, path, lambda: _look_at(path, step))
+    manifest = agree(world, path, lambda: _read_complete(path, step))
     contents = contents_by_file(manifest.tensors)
 
     def check_share() -> None:
@@ -186,8 +186,8 @@ def verify(folder: Path, step: int, world: World | None = None) -> Checkpoint:
     return Checkpoint(**vars(manifest), folder=path)
 
 
-def _look_at(path: Path, step: int) -> Manifest:
-    """The manifest of a checkpoint whose files are there, and have the sizes that it says."""
+def _read_complete(path: Path, step: int) -> Manifest:
+    """The manifest of a checkpoint; raises CheckpointError unless its files exist with the recorded sizes."""
     manifest = read_manifest(path, step)
     for file in manifest.files:
         try:
@@ -199,7 +199,7 @@ def _look_at(path: Path, step: int) -> Manifest:
             raise CheckpointError(f"checkpoint {path} is torn: {file.name} has {size} bytes, not {file.size}")
     expected = {MANIFEST, *(file.name for file in manifest.files)}
     with reading(path, "its folder"):
-        unexpected = sorted({found.name for found in path.iterdir()} - expected)
+        unexpected = sorted({entry.name for entry in path.iterdir()} - expected)
     for name in unexpected:
         raise CheckpointError(f"checkpoint {path} is damaged: {as_line(name)} was not written with it; move it away")
     return manifest
@@ -213,31 +213,31 @@ def latest_good(
     before: int | None = None,
     world: World | None = None,
 ) -> Checkpoint | None:
-    """The newest checkpoint that is whole, or None if there is none at all.
+    """The newest whole checkpoint, or None if there are no checkpoints.
 
     Args:
         on_refused: told why a checkpoint is not used
-        check: raises a CheckpointError for a checkpoint that is whole, but not to be used
-        before: a step, for one that is older
-        world: ranks that look together and share the work. Collective: every rank must call it.
+        check: raises CheckpointError for a whole checkpoint that cannot be used
+        before: only checkpoints before this step
+        world: ranks that share the work. Collective: every rank must call it.
     """
     steps = [step for step in steps_in(folder) if before is None or step < before]
     check_same(world, folder, steps)
     for step in reversed(steps):
         try:
-            found = verify(folder, step, world)
-            check(found)
+            checkpoint = verify(folder, step, world)
+            check(checkpoint)
         except CheckpointError as error:
             on_refused(str(error))
         else:
-            return found
+            return checkpoint
     if steps:
         raise CheckpointError(f"none of the checkpoints in {folder} is whole; start again with another output")
     return None
 
 
 def check_tensors(checkpoint: Checkpoint, expected: Mapping[str, Tensor]) -> None:
-    """A CheckpointError unless a checkpoint has tensors of these names, shapes and dtypes, and no others."""
+    """Raise CheckpointError unless a checkpoint has tensors of these names, shapes and dtypes, and no others."""
     for name in [*checkpoint.tensors, *expected]:
         if name not in checkpoint.tensors:
             raise CheckpointError(f"checkpoint {checkpoint.folder} is of another model: it has no {name}")
@@ -246,15 +246,15 @@ def check_tensors(checkpoint: Checkpoint, expected: Mapping[str, Tensor]) -> Non
             raise CheckpointError(f"checkpoint {checkpoint.folder} is of another model: it has another {as_line(name)}")
 
 
-def read_tensors(checkpoint: Checkpoint, beginning: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Every tensor whose name has this prefix, shards joined; a CheckpointError if they cannot be read."""
+def read_tensors(checkpoint: Checkpoint, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Every tensor whose name has this prefix, shards joined; raises CheckpointError if they cannot be read."""
     for name, tensor in checkpoint.tensors.items():
-        if name.startswith(beginning):
+        if name.startswith(prefix):
             yield name, read_tensor(checkpoint.folder, name, tensor)
 
 
 def _is_until_next(path: Path) -> bool:
-    """Of one that cannot be read: False."""
+    """Whether a checkpoint is temporary; False if it cannot be read."""
     try:
         return parse_json(read_regular(path / MANIFEST, LARGEST_MANIFEST))["about"].get(UNTIL_NEXT) is True
     except (OSError, ValueError, KeyError, TypeError, AttributeError):

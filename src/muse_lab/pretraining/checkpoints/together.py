@@ -1,8 +1,8 @@
 """Several ranks save and load one checkpoint through torch.distributed.checkpoint, each its own shards.
 
-That plans who writes which part, writes parts that several ranks have once, and finds on loading which files have what
-a rank needs, whatever the ranks and the mesh were that wrote them. Ranks exchange plans, and no tensors. Where the
-parts are is kept in the manifest: torch's own files have it as a pickle, and no hashes.
+It plans who writes which part, writes replicated parts once, and on loading finds the files that a rank needs, whatever
+ranks and mesh wrote them. Ranks exchange plans, and no tensors. The places of the parts are in the manifest: torch's
+own metadata is a pickle, and has no hashes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from muse_lab.pretraining.checkpoints.shards import Piece, box, copy_to_host, re
 
 
 class StagedTensors(DefaultSavePlanner):
-    """What a rank has of sharded tensors, copied to host memory: training may go on while it is written."""
+    """A rank's parts of sharded tensors, copied to host memory: training may go on while they are written."""
 
     def __init__(self, tensors: Mapping[str, Tensor], *, is_first: bool) -> None:
         super().__init__(flatten_state_dict=False)
@@ -47,7 +47,7 @@ class StagedTensors(DefaultSavePlanner):
         self.state_dict: dict[str, Any] = {}  # the tensors are not needed any more
 
     def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
-        """Everything is there already."""
+        """`__init__` has set up everything."""
 
     def create_local_plan(self) -> SavePlan:
         return self._plan
@@ -67,18 +67,18 @@ def save_together(
     """Write a checkpoint. Collective: every rank must call it; if it fails on one, all raise a CheckpointException.
 
     Args:
-        group: of its own, for the run exchanges gradients meanwhile
+        group: a separate one, because the run exchanges gradients meanwhile
         begin: called first, on the first rank alone
-        write: called on every rank, with what it is to write
-        finish: called last, on the first rank alone, with what all ranks have written
+        write: called on every rank, with its pieces
+        finish: called last, on the first rank alone, with the parts of all ranks
     """
     save({}, storage_writer=_Writer(begin, write, finish), planner=tensors, process_group=group)
 
 
 def load_together(targets: Mapping[str, Tensor], folder: Path, tensors: Mapping[str, StoredTensor]) -> None:
-    """Fill tensors that are sharded over all ranks; each rank reads what it has of them. Collective.
+    """Fill tensors that are sharded over all ranks; each rank reads its own parts. Collective.
 
-    A CheckpointError if that fails on any rank.
+    Raises CheckpointError if that fails on any rank.
     """
     try:
         load(
@@ -132,7 +132,7 @@ class _Writer(StorageWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        self._finish([result.storage_data for of_rank in results for result in of_rank])
+        self._finish([result.storage_data for rank_results in results for result in rank_results])
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:

@@ -15,7 +15,7 @@ from muse_lab.pretraining.data.repositories import SkippedFileError
 from muse_lab.records.regular_files import open_regular
 
 Fetch = Callable[[str], bytes]
-"""From a blob's id to its content; a SkippedFileError if there is none."""
+"""Returns the content of a blob by its id; raises SkippedFileError if there is none."""
 _BLOB_ID = re.compile(r"[0-9a-f]{40}")
 _MISSING = (403, 404, 410)
 _ATTEMPTS = 4
@@ -24,7 +24,7 @@ _HEADROOM = 2**16
 
 
 def open_contents(place: str, *, largest: int) -> Fetch:
-    """From `place/content/ID`, where the place is a folder or a URL that begins with http; else a ValueError."""
+    """A function that reads `place/content/ID`; raises ValueError if `place` is neither a folder nor an http URL."""
     if re.match(r"https?://", place):
         return lambda blob_id: _fetch(f"{place.rstrip('/')}/content/{_checked(blob_id)}", largest)
     folder = Path(place).expanduser() / "content"
@@ -45,7 +45,7 @@ def open_contents(place: str, *, largest: int) -> Fetch:
 
 
 def _checked(blob_id: str) -> str:
-    """An id is a hash: anything else could be a path to somewhere else."""
+    """The id if it is a hash: anything else could be a path to another place."""
     if not isinstance(blob_id, str) or not _BLOB_ID.fullmatch(blob_id):
         raise SkippedFileError("missing content")
     return blob_id
@@ -68,7 +68,7 @@ def _fetch(url: str, largest: int) -> bytes:
             reason = f"{error.code} {error.reason}"
         except (OSError, http.client.HTTPException) as error:
             reason = getattr(error, "reason", None) or " ".join(str(error).split()) or type(error).__name__
-        except ValueError as error:  # it is no URL
+        except ValueError as error:  # not a URL
             raise ValueError(f"cannot fetch {url}: {error}; check --contents") from None
         if attempt + 1 < _ATTEMPTS:
             time.sleep(0.5 * 2**attempt)
@@ -76,7 +76,7 @@ def _fetch(url: str, largest: int) -> bytes:
 
 
 def _unpack(packed: bytes, largest: int) -> bytes:
-    """Stops just after `largest` bytes, which is enough to see that the content is too large."""
+    """The content, cut just after `largest` bytes, which is enough to see that it is too large."""
     unpacker = zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)
     try:
         content = unpacker.decompress(packed, largest + 1)

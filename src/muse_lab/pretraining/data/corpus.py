@@ -40,7 +40,7 @@ class Manifest:
     """in words"""
     settings: dict[str, Any]
     vocabulary: int
-    """size of it"""
+    """number of tokens in it"""
     end: int
     """the token behind every document"""
     dtype: str
@@ -49,7 +49,7 @@ class Manifest:
     """by reason"""
     skipped_documents: dict[str, int]
     broken: dict[str, str]
-    """what could not be read, by name: the first hundred"""
+    """reasons why sources could not be read, by name: the first hundred"""
     files: dict[str, str]
     """hashes of the tokenizer's files, by name"""
     streams: tuple[Stream, ...]
@@ -70,10 +70,9 @@ class Manifest:
 
 @dataclass(frozen=True)
 class Corpus:
-    """It holds no open files: it can be pickled and shared by processes.
+    """A corpus without open files: it can be pickled and shared by processes.
 
-    Whatever is read of it is of the files that were there when it was opened; if they were written again since, reading
-    is a ValueError.
+    Reading raises ValueError if a file was changed after the corpus was opened.
     """
 
     folder: Path
@@ -110,7 +109,7 @@ def write_manifest(manifest: Manifest, folder: Path) -> None:
 
 
 def read_corpus(folder: Path, *, hashes: bool = True) -> Corpus:
-    """A ValueError if it is not whole. Without `hashes`, lengths of files are compared, and not what is in them."""
+    """Open a corpus; raises ValueError if it is not whole. Without `hashes`, only the sizes of files are compared."""
     path = folder / MANIFEST
     try:
         stamps = {MANIFEST: Stamp.of(path.stat())}

@@ -24,7 +24,7 @@ class Piece(NamedTuple):
 class Document:
     repository: str
     part: int
-    """of a repository that was too large for one document"""
+    """number of this part, of a repository that is too large for one document"""
     pieces: tuple[Piece, ...]
     files: int
     size: int
@@ -44,7 +44,7 @@ class Buckets:
 
     def __post_init__(self) -> None:
         if not 0 < self.smallest < self.largest:
-            raise ValueError(f"no document is of at least {self.smallest} and fewer than {self.largest} tokens")
+            raise ValueError(f"no document has at least {self.smallest} and fewer than {self.largest} tokens")
 
     def find(self, size: int) -> int:
         """The power of two at or below the tokens estimated from a number of bytes."""
@@ -66,16 +66,16 @@ def estimate_tokens(size: int) -> int:
 
 
 def join_files(repository: str, files: Iterable[tuple[str, str]], most_bytes: int) -> list[Document]:
-    """One document of all (path, text), or of several runs of neighbours if together they have more than `most_bytes`.
+    """One document of all (path, text) pairs, or one for each run of neighbours if all have more than `most_bytes`.
 
     In a document, files are in the order of their depth, then of their paths.
     """
     sized = sorted((path, text, len(text.encode())) for path, text in files)
     documents = []
     for part, run in enumerate(_runs([size for *_, size in sized], most_bytes)):
-        here = sorted(sized[run.start : run.stop], key=lambda file: (file[0].count("/"), file[0]))
-        pieces = (Piece(REPOSITORY_MARK, repository), *(Piece(FILE_MARK, f"{path}\n{text}") for path, text, _ in here))
-        documents.append(Document(repository, part, pieces, len(here), sum(size for *_, size in here)))
+        group = sorted(sized[run.start : run.stop], key=lambda file: (file[0].count("/"), file[0]))
+        pieces = (Piece(REPOSITORY_MARK, repository), *(Piece(FILE_MARK, f"{path}\n{text}") for path, text, _ in group))
+        documents.append(Document(repository, part, pieces, len(group), sum(size for *_, size in group)))
     return documents
 
 
@@ -97,14 +97,14 @@ def cut_text(name: str, text: str, most_bytes: int) -> list[Document]:
     return documents
 
 
-def _runs(sizes: Sequence[int], most: int) -> list[range]:
-    """Neighbours whose sizes add up to at most `most`, in about as few and as equal runs as there can be."""
+def _runs(sizes: Sequence[int], limit: int) -> list[range]:
+    """Runs of neighbours whose sizes add up to at most `limit`, few and of about equal size."""
     total = sum(sizes)
-    enough = total / max(1, -(-total // most))
+    target = total / max(1, -(-total // limit))
     runs = []
     start = held = 0
     for index, size in enumerate(sizes):
-        if index > start and (held + size > most or held >= enough):
+        if index > start and (held + size > limit or held >= target):
             runs.append(range(start, index))
             start, held = index, 0
         held += size

@@ -16,13 +16,13 @@ PARQUET = ".parquet"
 _ROWS_AT_ONCE = 16
 """A row of The Stack v2 names all files of a repository."""
 _LONGEST_LINE = 2**28
-"""Bytes; what is longer is cut, so that no file can fill the memory."""
+"""Bytes; longer lines are cut, so that no file can fill the memory."""
 _PACKED_AT_ONCE = 2048
 """Bytes given to Zstandard: they may become 30,000 times as many."""
 
 
 def read_lines(path: Path) -> Iterator[bytes]:
-    """A ValueError if the file is damaged or ends too early."""
+    """The lines of a file; raises ValueError if it is damaged or ends too early."""
     unpacks, faults = _zstandard() if path.suffix == ".zst" else (None, [])
     damage: tuple[type[Exception], ...] = (EOFError, gzip.BadGzipFile, zlib.error, *faults)
     try:
@@ -41,7 +41,7 @@ def read_lines(path: Path) -> Iterator[bytes]:
 
 
 class _Unpacked(io.RawIOBase):
-    """One frame after another."""
+    """The unpacked bytes of a file of Zstandard frames."""
 
     def __init__(self, file: io.BufferedReader, new_frame: Callable[[], Any]) -> None:
         self._file = file
@@ -65,20 +65,20 @@ class _Unpacked(io.RawIOBase):
         packed = self._file.read(_PACKED_AT_ONCE)
         if not packed and self._frame is not None:
             raise EOFError("it ends in the middle")
-        found = []
+        chunks = []
         rest = packed
         while rest:
             self._frame = self._frame or self._new_frame()
-            found.append(self._frame.decompress(rest))
+            chunks.append(self._frame.decompress(rest))
             rest = self._frame.unused_data if self._frame.eof else b""
             if self._frame.eof:
                 self._frame = None
-        self._unpacked = memoryview(b"".join(found))
+        self._unpacked = memoryview(b"".join(chunks))
         return bool(packed)
 
 
 def _zstandard() -> tuple[Callable[[], Any], list[type[Exception]]]:
-    """What starts a frame, and the error it has: of Python since 3.14, of the package zstandard before."""
+    """A function that starts a frame, and its errors: from Python since 3.14, from the package zstandard before."""
     try:
         library = importlib.import_module("compression.zstd")
         return library.ZstdDecompressor, [library.ZstdError]
@@ -94,7 +94,7 @@ def _zstandard() -> tuple[Callable[[], Any], list[type[Exception]]]:
 
 
 def read_parquet(path: Path, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """By pyarrow, which only this needs: those of the columns that the file has. A ValueError as of `read_lines`."""
+    """Rows of the `columns` that a file has, read by pyarrow; raises ValueError as `read_lines` does."""
     try:
         parquet = importlib.import_module("pyarrow.parquet")
         damage = importlib.import_module("pyarrow").ArrowException
@@ -111,6 +111,6 @@ def read_parquet(path: Path, columns: Sequence[str]) -> Iterator[dict[str, Any]]
         first_line = str(error).partition("\n")[0]
         raise ValueError(f"{path} is cut short or damaged ({first_line}); get it again") from None
     except OSError as error:
-        if error.errno is None:  # pyarrow's own, of contents that make no sense
+        if error.errno is None:  # pyarrow's own, for invalid contents
             raise ValueError(f"{path} is cut short or damaged ({error}); get it again") from None
         raise OSError(error.errno, error.strerror, str(path)) from error

@@ -23,15 +23,15 @@ SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", PARQUET)
 _FETCHED_AT_ONCE = 16
 _FOLDERS_NAMED = 8
 _AHEAD = 256
-"""Contents that are fetched before they are asked for."""
+"""Contents that are fetched ahead."""
 _COLUMNS = ("repo_name", "files", "id", "text")
-"""What is read of a Parquet file."""
+"""Columns that are read from a Parquet file."""
 
 
 def stack_repositories(paths: Sequence[Path], fetch: Fetch) -> Iterator[Repository]:
     """Rows `{"repo_name": ..., "files": [{"blob_id", "path", "language", ...}]}`, as the dataset has them.
 
-    Python files alone; the row says which are vendored or generated. Contents are fetched side by side, in order.
+    Only Python files are taken; the row says which are vendored or generated. Contents are fetched concurrently.
     """
     for name, row in _rows(paths):
         files = row.get("files") if isinstance(row, dict) else None
@@ -49,14 +49,14 @@ def dolma_documents(
     """Rows `{"id": ..., "text": ..., ...}`, each a document.
 
     Args:
-        topic: of LongMino, like `science_tech`: a part of the name of a file's folder, `...-science_tech-2e16`
-        length_bucket: of LongMino, like `2e16` for 2^16 tokens and more: the last part of that name
+        topic: a topic of LongMino, like `science_tech`: a part of the name of a file's folder, `...-science_tech-2e16`
+        length_bucket: a bucket of LongMino, like `2e16` for 2^16 tokens and more: the last part of that name
     """
-    files = [file for file in _files(paths) if _is_of(file.absolute().parent.name, topic, length_bucket)]
+    files = [file for file in _files(paths) if _matches(file.absolute().parent.name, topic, length_bucket)]
     if not files and (topic or length_bucket):
         folders = sorted({file.absolute().parent.name for file in _files(paths)})
         raise ValueError(
-            f"no folder of the dataset is of the topic {topic or 'any'} and the length bucket "
+            f"no folder of the dataset has the topic {topic or 'any'} and the length bucket "
             f"{length_bucket or 'any'}; there are {', '.join(folders[:_FOLDERS_NAMED]) or 'none'}"
         )
     for name, row in _rows(files):
@@ -65,9 +65,9 @@ def dolma_documents(
             yield broken(name, "not a row of Dolma: it needs id and text")
             continue
         content = text.encode(errors="surrogatepass")
-        given = row.get("id")
+        row_id = row.get("id")
         yield Repository(
-            given if isinstance(given, str) else name,
+            row_id if isinstance(row_id, str) else name,
             [File("", len(content), functools.partial(bytes, content))],
             is_text=True,
         )
@@ -75,13 +75,13 @@ def dolma_documents(
 
 def _stack_files(files: Sequence[dict[str, Any]], fetch: Fetch) -> Iterator[File]:
     pool = ThreadPoolExecutor(_FETCHED_AT_ONCE)
-    coming: deque[tuple[dict[str, Any], Future[bytes] | None]] = deque()
+    pending: deque[tuple[dict[str, Any], Future[bytes] | None]] = deque()
     try:
         for file in (*files, *[None] * _AHEAD):
             if file is not None:
-                coming.append((file, None if _refusal(file) else pool.submit(fetch, file.get("blob_id", ""))))
-            if coming and (file is None or len(coming) > _AHEAD):
-                yield _stack_file(*coming.popleft())
+                pending.append((file, None if _refusal(file) else pool.submit(fetch, file.get("blob_id", ""))))
+            if pending and (file is None or len(pending) > _AHEAD):
+                yield _stack_file(*pending.popleft())
     finally:
         pool.shutdown(cancel_futures=True)
 
@@ -102,7 +102,7 @@ def _refusal(file: dict[str, Any]) -> str:
 
 
 def _size(file: dict[str, Any]) -> int:
-    """0 if the row does not say."""
+    """The size in bytes; 0 if the row does not have it."""
     size = file.get("length_bytes")
     return size if isinstance(size, int) else 0
 
@@ -115,13 +115,13 @@ def _as_utf8(fetched: Future[bytes], encoding: str) -> bytes:
         raise SkippedFileError("undecodable") from None
 
 
-def _is_of(folder: str, topic: str | None, length_bucket: str | None) -> bool:
+def _matches(folder: str, topic: str | None, length_bucket: str | None) -> bool:
     parts = folder.split("-")
     return (topic is None or topic in parts) and (length_bucket is None or parts[-1] == length_bucket)
 
 
 def _rows(paths: Sequence[Path]) -> Iterator[tuple[str, Any]]:
-    """A name for each row, and the row; None if it is no JSON."""
+    """A name for each row, and the row; None if it is not JSON."""
     for path in _files(paths):
         if path.suffix == PARQUET:
             yield from ((f"{path.name}:{number}", row) for number, row in enumerate(read_parquet(path, _COLUMNS), 1))

@@ -10,7 +10,7 @@ from muse_lab.pretraining.data.repositories import File, SkippedFileError
 
 LARGEST_CODE = 2**20
 LARGEST_TEXT = 2**24
-"""Bytes of a file; what is larger is hardly written by hand."""
+"""Bytes of a file; larger files are hardly written by hand."""
 
 _VENDORED = re.compile(
     r"(^|/)(_?vendor(s|ed)?|third[-_]?part(y|ies)|3rd[-_]?party|extern(al)?s?|node_modules|(site|dist)-packages)/", re.I
@@ -29,7 +29,7 @@ _NO_PROSE = re.compile(
 _LETTERS_OF_PROSE = 0.8
 """Share of letters, spaces and line ends; tables of numbers and dumps have fewer."""
 _LINES_LOOKED_AT = 5
-"""For a remark that a file is generated."""
+"""Lines searched for a remark that a file is generated."""
 _CHARACTERS_LOOKED_AT = 2000
 
 
@@ -101,7 +101,7 @@ def _decode(content: bytes, *, is_code: bool) -> str:
 
 
 def _decode_as_declared(content: bytes) -> str:
-    """By the encoding that a Python file declares in its first lines; empty if that fails."""
+    """The text in the encoding that a Python file declares in its first lines; empty if that fails."""
     try:
         encoding, _ = tokenize.detect_encoding(io.BytesIO(content).readline)
         text = content.decode(encoding)

@@ -17,10 +17,10 @@ def list_folder(folder: str | Path) -> list[Entry]:
 def walk_files(
     folder: str | Path, enters: Callable[[str], bool] = lambda name: True
 ) -> Iterator[tuple[str, Entry | None]]:
-    """The path inside of `folder` of everything that is no folder, in those folders whose name `enters` takes.
+    """Paths, relative to `folder`, of all entries but folders, in folders whose name `enters` accepts.
 
     None stands for a folder that cannot be read; an OSError is raised if that is `folder` itself. No link to a folder
-    is followed. There is no recursion: a path has room for more folders than Python's stack.
+    is followed. There is no recursion: paths can be deeper than Python's stack.
     """
     waiting = [(entry.name, entry) for entry in reversed(list_folder(folder))]
     while waiting:
@@ -33,4 +33,4 @@ def walk_files(
             except OSError:
                 yield path, None
             else:
-                waiting += [(f"{path}/{found.name}", found) for found in reversed(inner)]
+                waiting += [(f"{path}/{child.name}", child) for child in reversed(inner)]

@@ -1,8 +1,8 @@
 """From sources to a corpus: read, join, split, train a tokenizer, encode, write.
 
-Everything is written to a folder inside the output, moved out of it when it is whole, and the manifest is moved last:
-a run that was stopped leaves nothing that could be taken for a corpus, and can be run again. The same sources and
-settings give the same bytes in every file.
+Files are written to a folder inside the output, and moved out of it when they are complete, the manifest last: a run
+that was stopped leaves nothing that looks like a corpus, and can be repeated. The same sources and settings give the
+same bytes in every file.
 """
 
 from __future__ import annotations
@@ -40,23 +40,23 @@ OnStep = Callable[[str, int, int | None], None]
 """Called with the current phase, the number done, and the total if it is known."""
 _BROKEN_NAMED = 100
 _BYTES_AT_ONCE = 2**22
-"""Of text that is encoded together."""
+"""Bytes of text that are encoded together."""
 
 
 @dataclass(frozen=True)
 class CorpusSettings:
     vocabulary: int = 32768
     tokenizer: Path | None = None
-    """to use; one is trained if it is None"""
+    """an existing one; None: one is trained"""
     buckets: Buckets = field(default_factory=Buckets)
     skip_large: bool = False
     """leave out what is larger than the largest bucket, as the paper does; otherwise it is cut into parts"""
     held_out: float = 0.01
     """share of the repositories, by a hash of their names"""
     seed: int = 0
-    """of the split and of the order of documents"""
+    """random seed of the split and of the order of documents"""
     sample_bytes: int = 2**25
-    """to train the tokenizer on"""
+    """bytes of text to train the tokenizer on"""
     largest_code: int = LARGEST_CODE
     largest_text: int = LARGEST_TEXT
     tokens_per_shard: int = TOKENS_PER_SHARD
@@ -84,20 +84,20 @@ def prepare(
     """
     import_tokenizers()  # before anything is read
     report = on_step or (lambda description, finished, total: None)
-    given = None if settings.tokenizer is None else Encoder(read_tokenizer(settings.tokenizer))
-    with alone_in(folder):  # before anything is decided by what is in there
+    given_encoder = None if settings.tokenizer is None else Encoder(read_tokenizer(settings.tokenizer))
+    with alone_in(folder):  # before anything in it is read
         if (folder / MANIFEST).exists() and not overwrite:
             raise ValueError(f"there is a corpus in {folder} already; choose another --output, or --overwrite it")
-        return _write_corpus(repositories, folder, settings, given, source, report)
+        return _write_corpus(repositories, folder, settings, given_encoder, source, report)
 
 
 def recorded_settings(settings: CorpusSettings) -> dict[str, Any]:
-    """As the manifest has them: a tokenizer by its name, without its folder."""
+    """Settings as the manifest has them: a tokenizer by its name, without its folder."""
     return {**asdict(settings), "tokenizer": settings.tokenizer and printable(settings.tokenizer.name)}
 
 
 def hash_of(*parts: object) -> int:
-    """64 bits."""
+    """A hash of 64 bits."""
     text = "/".join(map(str, parts))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
 
@@ -142,7 +142,7 @@ def _write_corpus(
 
 
 class _Reading:
-    """Documents of repositories, and counts of everything that is left out on the way."""
+    """Documents of repositories, and counts of all that is left out."""
 
     def __init__(self, settings: CorpusSettings) -> None:
         self._settings = settings
@@ -197,10 +197,10 @@ class _Reading:
                 skipped[str(error)] += 1
 
     def _join(self, name: str, texts: Sequence[tuple[str, str]], is_text: bool) -> list[Document]:
-        most = sum(len(text.encode()) for _, text in texts) if self._settings.skip_large else self._buckets.most_bytes
+        limit = sum(len(text.encode()) for _, text in texts) if self._settings.skip_large else self._buckets.most_bytes
         if is_text:
-            return [document for _, text in texts for document in cut_text(name, text, most)]
-        return join_files(name, texts, most)
+            return [document for _, text in texts for document in cut_text(name, text, limit)]
+        return join_files(name, texts, limit)
 
     def _misfit(self, size: int, *, is_whole: bool = True) -> str:
         """Why no bucket takes this many bytes; empty if one does, or if a whole repository can be cut into parts."""
@@ -212,7 +212,7 @@ class _Reading:
 
 
 def _without_copies(documents: Sequence[Spooled], reading: _Reading) -> list[Spooled]:
-    """Of documents with the same files, the one whose repository has the first name."""
+    """Documents without copies: of those with the same files, the one whose repository's name sorts first."""
     firsts: dict[bytes, Spooled] = {}
     for document in sorted(documents, key=lambda document: (document.repository, document.part)):
         firsts.setdefault(document.digest, document)
@@ -229,9 +229,9 @@ def _without_copies(documents: Sequence[Spooled], reading: _Reading) -> list[Spo
 
 
 def _split(documents: Sequence[Spooled], settings: CorpusSettings) -> dict[str, list[Spooled]]:
-    """By repository, in an order that only names and the seed decide.
+    """Documents by split, chosen by repository, in an order that only names and the seed decide.
 
-    Should no hash fall below the share, the lowest one is held out.
+    If no hash is below the share, the repository with the lowest one is held out.
     """
     hashes = {document.repository: hash_of("held out", settings.seed, document.repository) for document in documents}
     held_out = {name for name, number in hashes.items() if number < settings.held_out * 2**64}
@@ -251,7 +251,7 @@ def _split(documents: Sequence[Spooled], settings: CorpusSettings) -> dict[str, 
 
 
 def _train(spool: Spool, documents: Sequence[Spooled], settings: CorpusSettings, report: OnStep) -> Encoder:
-    """On the first documents, in an order that is random already."""
+    """Train a tokenizer on the first documents, whose order is random."""
 
     def texts() -> Iterator[str]:
         taken = 0
@@ -267,7 +267,7 @@ def _train(spool: Spool, documents: Sequence[Spooled], settings: CorpusSettings,
 
 
 def _write_tokenizer(encoder: Encoder, folder: Path) -> dict[str, str]:
-    """Hashes of its files, by name."""
+    """Write the tokenizer's files, and return their hashes by name."""
     files = tokenizer_files(encoder.tokenizer)
     for name, content in files.items():
         replace_file(folder / name, content)
@@ -308,7 +308,7 @@ def _write_streams(
 
 
 def _groups(documents: Sequence[Spooled]) -> Iterator[list[Spooled]]:
-    """To be encoded together."""
+    """Groups of documents that are encoded together."""
     group: list[Spooled] = []
     for document in documents:
         group.append(document)
@@ -320,7 +320,7 @@ def _groups(documents: Sequence[Spooled]) -> Iterator[list[Spooled]]:
 
 
 def _publish(manifest: Manifest, unfinished: Path, folder: Path) -> None:
-    """Move everything into place. When the old corpus is removed, all files are written already."""
+    """Move all files into place. The old corpus is removed only when all files are written."""
     write_manifest(manifest, unfinished)
     (folder / MANIFEST).unlink(missing_ok=True)
     for split in (TRAIN, HELD_OUT):

@@ -17,13 +17,13 @@ class BrokenSourceError(Exception):
 @dataclass(frozen=True)
 class File:
     path: str
-    """inside its repository, parted by slashes"""
+    """inside its repository, separated by slashes"""
     size: int
     """in bytes, as far as the source knows"""
     read: Callable[[], bytes]
     """the content, until the next file is asked for; a SkippedFileError or OSError if there is none"""
     refused: str = ""
-    """why the source does not give it: a reason to count, and nothing to read"""
+    """why the source refuses it, to be counted; empty if it can be read"""
 
 
 @dataclass(frozen=True)
@@ -56,5 +56,5 @@ def is_plain_path(path: str) -> bool:
 
 
 def printable(name: str) -> str:
-    """The name of a repository or a source on one line, and without what has no UTF-8."""
+    """The name of a repository or a source, with `?` for characters that cannot be printed."""
     return "".join(character if character.isprintable() else "?" for character in name)

@@ -21,7 +21,7 @@ _OPEN_ROWS = 64
 class _Packed(NamedTuple):
     tokens: NDArray[np.uint32]
     facts: dict[str, Any]
-    """what the index tells of the document"""
+    """fields of the document in the index"""
 
 
 @dataclass
@@ -65,7 +65,7 @@ class RowPacker:
     def _close_fullest(self) -> None:
         row = min(self._open, key=lambda row: row.room)
         self._open.remove(row)
-        *others, last = row.documents
+        *earlier, last = row.documents
         filler = np.full(row.room, self._end, dtype=last.tokens.dtype)
-        for document in (*others, _Packed(np.concatenate([last.tokens, filler]), last.facts)):
+        for document in (*earlier, _Packed(np.concatenate([last.tokens, filler]), last.facts)):
             self._writer.add(document.tokens, **document.facts)

@@ -95,10 +95,10 @@ class StreamWriter:
         self._documents += 1
         while len(tokens):
             self._shard = self._shard or _OpenFile(self._shard_path())
-            here = tokens[: self._tokens_per_shard - self._tokens % self._tokens_per_shard]
-            self._shard.write(here.astype(self._dtype).tobytes())
-            self._tokens += len(here)
-            tokens = tokens[len(here) :]
+            fitting = tokens[: self._tokens_per_shard - self._tokens % self._tokens_per_shard]
+            self._shard.write(fitting.astype(self._dtype).tobytes())
+            self._tokens += len(fitting)
+            tokens = tokens[len(fitting) :]
             if self._tokens % self._tokens_per_shard == 0:
                 self._finish_shard()
 
@@ -109,7 +109,7 @@ class StreamWriter:
         return Stream(self._split, self._bucket, self._documents, self._tokens, shards, self._index.path.name, digest)
 
     def close(self) -> None:
-        """Give up what is not finished."""
+        """Close files that are not finished."""
         for file in (self._index, self._shard):
             if file is not None:
                 file.close()
@@ -128,7 +128,7 @@ class StreamWriter:
 def read_tokens(
     folder: Path, stream: Stream, start: int, stop: int, dtype: str, stamps: Mapping[str, Stamp]
 ) -> NDArray[Any]:
-    """Tokens from `start` to `stop` of the stream; a ValueError if a shard does not have its stamp any more."""
+    """Tokens from `start` to `stop` of the stream; raises ValueError if a shard was changed since its stamp."""
     if not 0 <= start <= stop <= stream.tokens:
         raise ValueError(f"there are no tokens {start} to {stop} in a stream of {stream.tokens}")
     little_endian = np.dtype(dtype).newbyteorder("<")
@@ -140,7 +140,7 @@ def read_tokens(
             path, offset = folder / shard.file, low * little_endian.itemsize
             with open_regular(path) as file:
                 tokens = np.fromfile(file, little_endian, high - low, offset=offset)
-                check_stamp(path, stamps[shard.file], os.fstat(file.fileno()))  # afterwards: of what was read
+                check_stamp(path, stamps[shard.file], os.fstat(file.fileno()))  # afterwards: it covers what was read
             parts.append(tokens)
         first += shard.tokens
     return np.concatenate(parts)
@@ -153,7 +153,7 @@ def read_index(folder: Path, stream: Stream) -> Iterator[Indexed]:
 
 
 def check_file(path: Path, sha256: str, size: int | None = None, *, hashes: bool = True) -> Stamp:
-    """A ValueError if it is not there, not as long as it should be, or, unless `hashes` is False, has other content."""
+    """The stamp of a file; raises ValueError if it is missing, has another size or, with `hashes`, other content."""
     try:
         stamp = Stamp.of(stat_regular(path))
         if size is not None and stamp.size != size:
@@ -168,7 +168,7 @@ def check_file(path: Path, sha256: str, size: int | None = None, *, hashes: bool
 
 
 def check_stamp(path: Path, stamp: Stamp, status: os.stat_result) -> None:
-    """A ValueError if the status of a file is not that of when its stamp was taken."""
+    """Raise ValueError if a file was changed after its stamp was taken."""
     if Stamp.of(status) != stamp:
         raise ValueError(f"{path} was changed after the corpus was opened")
 

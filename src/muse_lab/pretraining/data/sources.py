@@ -1,6 +1,6 @@
 """Sources on this machine: Python's own libraries, folders of repositories and of source archives, and plain texts.
 
-Everything is listed in the order of its name, whatever the order of the file system, and no link is followed.
+Everything is listed in the order of names, and no link is followed.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from muse_lab.pretraining.data.folders import Entry, list_folder, walk_files
 from muse_lab.pretraining.data.repositories import BrokenSourceError, File, Repository, is_plain_path
 
 _NO_SOURCES = {"__pycache__", "node_modules", "site-packages", "dist-packages"}
-"""Folders that are not looked into, nor are those with a dot in front."""
+"""Folders that are skipped, as are those whose names begin with a dot."""
 _ONE_REPOSITORY = {".git", "pyproject.toml", "setup.py", "setup.cfg", "__init__.py"}
-"""What tells a repository from a folder of repositories."""
+"""Entries of a repository, which a folder of repositories does not have."""
 _ARCHIVE_NAME = re.compile(r"(?P<project>.+?)-v?\d.*")
 
 
@@ -34,7 +34,7 @@ def python_libraries() -> Iterator[Repository]:
 
 
 def standard_library() -> Iterator[Repository]:
-    """Each package and module of it for itself, so that some can be held out."""
+    """Each package and module of the standard library, so that some can be held out."""
     return _packages_in(Path(sysconfig.get_path("stdlib")))
 
 
@@ -42,7 +42,7 @@ def repositories_in(paths: Sequence[Path], *, largest: int, prose: bool = False)
     """Each path: an archive, a repository, or a folder of archives and repositories.
 
     Args:
-        prose: take documentation and other texts out of them, in place of Python files
+        prose: take documentation and other texts, in place of Python files
     """
     wanted = is_prose if prose else is_python
     for path in paths:
@@ -124,7 +124,7 @@ def _file(file: Path, path: str) -> File:
 
 
 def _listing(folder: Path) -> list[Entry]:
-    """Of a folder that a user named."""
+    """The entries of a folder that a user named."""
     try:
         return list_folder(folder)
     except OSError as error:

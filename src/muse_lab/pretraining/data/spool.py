@@ -1,4 +1,4 @@
-"""Documents on disk, while there is no tokenizer yet: every source is read once, and memory holds one of them."""
+"""Documents on disk, until there is a tokenizer: every source is read once, and memory holds one at a time."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from muse_lab.records.files import errors_naming
 
 @dataclass(frozen=True)
 class Spooled(Document):
-    """All of a document but its pieces."""
+    """A document without its pieces."""
 
     digest: bytes
-    """of its text, save the name of the repository"""
+    """hash of its text, but for the name of the repository"""
     start: int
     stop: int
 
@@ -33,7 +33,7 @@ class Spool:
         return self
 
     def __exit__(self, *error: object) -> None:
-        with contextlib.suppress(OSError):  # whatever is not on disk by now is not needed
+        with contextlib.suppress(OSError):  # what is not on disk by now is not needed
             self._file.close()
 
     def add(self, document: Document) -> Spooled:

@@ -24,17 +24,18 @@ if TYPE_CHECKING:
 
 SMALLEST_VOCABULARY = 256 + len(MARKS)
 _OTHER_END_MARK = "<|endoftext|>"
-"""Of tokenizers that were trained elsewhere."""
+"""End mark of tokenizers that were trained elsewhere."""
 _WORDS = re.compile(r"'(?:[sdmt]|ll|ve|re)| ?[A-Za-z]+| ?[0-9]+| ?[^\sA-Za-z0-9]+|\s+(?!\S)|\s+", re.ASCII)
-"""What the byte-level pre-tokenizer does to ASCII."""
+"""How the byte-level pre-tokenizer splits ASCII."""
 _LONGEST_TRAINED_WORD = 256
-"""Bytes; what is longer is cut in training, whose time would grow with the square of them. No token is longer."""
+"""Bytes; longer words are cut in training, whose time grows with the square of the length. No token is longer."""
 _LONGEST_KNOWN_WORD = 64
+"""Characters; tokens of longer words are not remembered."""
 _KNOWN_WORDS = 2**20
 
 
 def train_tokenizer(texts: Iterable[str], vocabulary: int) -> Tokenizer:
-    """The same tokenizer for the same texts; its vocabulary is smaller where they do not yield as many merges."""
+    """Train a tokenizer, the same for the same texts; its vocabulary is smaller if they yield fewer merges."""
     check_vocabulary(vocabulary)
     library = import_tokenizers()
     tokenizer = library.Tokenizer(library.models.BPE())
@@ -49,7 +50,7 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int) -> Tokenizer:
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    tokenizer.pre_tokenizer = words  # to encode takes time in proportion to the length of a word, so none is cut
+    tokenizer.pre_tokenizer = words  # encoding takes time in proportion to the length of a word, so none is cut
     return tokenizer
 
 
@@ -61,7 +62,7 @@ def check_vocabulary(vocabulary: int) -> None:
 
 
 def read_tokenizer(path: Path) -> Tokenizer:
-    """A `tokenizer.json`, or the one in a folder."""
+    """Read a `tokenizer.json`, or the one in a folder."""
     file = path / "tokenizer.json" if path.is_dir() else path
     if not file.is_file():
         raise ValueError(f"there is no tokenizer {str(file)!r}; give a tokenizer.json, or the folder of one")
@@ -73,7 +74,7 @@ def read_tokenizer(path: Path) -> Tokenizer:
 
 
 def for_plain_text(tokenizer: Tokenizer) -> Tokenizer:
-    """A copy that takes delimiters in a text for text, and neither pads nor cuts it."""
+    """A copy that reads delimiters in a text as plain text, and neither pads nor truncates."""
     plain = import_tokenizers().Tokenizer.from_str(tokenizer.to_str())
     plain.encode_special_tokens = True
     plain.no_padding()
@@ -90,8 +91,8 @@ def tokenizer_files(tokenizer: Tokenizer) -> dict[str, str]:
 class Encoder:
     """Documents as tokens, with an end mark behind each.
 
-    The words of ASCII text are looked up, which gives what the tokenizer gives, several times faster; everything else
-    goes through the tokenizer, on all cores.
+    Words of ASCII text are looked up, with the tokenizer's result several times faster; all other text goes through the
+    tokenizer, on all cores.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -107,17 +108,17 @@ class Encoder:
         unknown = [text for document in documents for _, text in document.pieces if not self._is_known(text)]
         try:
             encodings = self._tokenizer.encode_batch_fast(unknown, add_special_tokens=False)
-        except TypeError:  # the library takes such a text for no text
+        except TypeError:  # the library does not take such a text for a string
             raise ValueError("a text has a lone surrogate, which has no UTF-8; replace it before encoding") from None
         encoded = (np.array(encoding.ids, dtype="<u4").tobytes() for encoding in encodings)
         tokens = []
         for document in documents:
-            found = []
+            parts = []
             for mark, text in document.pieces:
-                found.append(_as_bytes(self._ids[mark]) if mark else b"")
-                found.append(self._look_up(text) if self._is_known(text) else next(encoded))
-            found.append(_as_bytes(self.end))
-            tokens.append(np.frombuffer(b"".join(found), dtype="<u4"))
+                parts.append(_as_bytes(self._ids[mark]) if mark else b"")
+                parts.append(self._look_up(text) if self._is_known(text) else next(encoded))
+            parts.append(_as_bytes(self.end))
+            tokens.append(np.frombuffer(b"".join(parts), dtype="<u4"))
         return tokens
 
     def _is_known(self, text: str) -> bool:
@@ -134,12 +135,12 @@ class Encoder:
         return np.array(self._tokenizer.encode(word, add_special_tokens=False).ids, dtype="<u4").tobytes()
 
     def _id(self, mark: str) -> int:
-        found: int | None = self._tokenizer.token_to_id(mark)
-        if found is None:
+        token: int | None = self._tokenizer.token_to_id(mark)
+        if token is None:
             raise ValueError(
                 f"the tokenizer has no token {mark}; choose one that has, or train one: leave out --tokenizer"
             )
-        return found
+        return token
 
 
 @functools.cache

@@ -1,9 +1,9 @@
-"""Runs that fail at the same step again and again.
+"""Runs that fail repeatedly at the same step.
 
-A run that is resumed computes the same numbers, so what failed once mostly fails again: a state that was damaged before
-it was saved, for one, is whole by its hashes. A run that has failed twice at the same step goes on from one checkpoint
-earlier, once. If it does not get past that step then, it is not resumed any more. `failures.json` remembers it, and is
-removed when a checkpoint behind the step is written.
+A resumed run computes the same numbers, so a failure usually recurs: a state that was damaged before it was saved, for
+example, has valid hashes. A run that has failed twice at the same step goes on from one checkpoint earlier, once. If it
+does not get past that step then, it is not resumed any more. `failures.json` records it, and is removed when a
+checkpoint after the step is written.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ class TrainingError(RuntimeError):
 
 
 class StepError(TrainingError):
-    """A step failed by what the run has learnt, so that it may fail again."""
+    """A step failed because of the state of the run, so it may fail again."""
 
 
 @dataclass(frozen=True)
 class Failures:
-    """At one step."""
+    """Failures at one step."""
 
     step: int
     times: int
     cause: str
-    """of the last one"""
+    """of the last failure"""
     fell_back: bool = False
     """whether the run went on from an earlier checkpoint because of them"""
 
@@ -51,7 +51,7 @@ class Failures:
         return f"the run failed {self.times} times at step {self.step} ({self.cause})"
 
     def check_may_resume(self, output: Path) -> None:
-        """Raise TrainingError for a run that failed again behind its fallback."""
+        """Raise TrainingError for a run that failed again after its fallback."""
         if self.fell_back and self.times > _TWICE:
             raise TrainingError(
                 f"the run failed {self.times} times up to step {self.step}, the last time from an earlier checkpoint, "
@@ -61,16 +61,16 @@ class Failures:
 
 
 def read_failures(output: Path) -> Failures | None:
-    """None if there were none, or if the file cannot be read."""
+    """The recorded failures; None if there were none, or if the file cannot be read."""
     try:
-        found: Failures = from_json(Failures, parse_json(read_regular(output / FILE)))
+        failures: Failures = from_json(Failures, parse_json(read_regular(output / FILE)))
     except (OSError, ValueError, TypeError):
         return None
-    return found
+    return failures
 
 
 def note_failure(output: Path, step: int, cause: str) -> None:
-    """Write down that a run failed at a step, counted from 1."""
+    """Record that a run failed at a step, counted from 1."""
     before = read_failures(output)
     is_again = before is not None and (step == before.step or (before.fell_back and step <= before.step))
     words = " ".join(cause.split())[:_SHOWN]
@@ -85,7 +85,7 @@ def note_fallback(output: Path, failures: Failures) -> None:
 
 
 def forget_failures(output: Path, step: int | None = None) -> None:
-    """Those up to a step, behind which there is a checkpoint, or all of them."""
+    """Remove the record of failures up to `step`, after which there is a checkpoint, or of all failures."""
     before = read_failures(output)
     if before is not None and (step is None or step >= before.step):
         with errors_naming(output / FILE):

@@ -4,7 +4,7 @@
     with stop_on_signals(stopping):
         train(corpus, recipe, output, stopping=stopping)
 
-A request is noticed at the next safe point of the run: between two updates, between the loss of an update and what it
+A request is noticed at the next safe point of the run: between two updates, between the loss of an update and its
 changes, between two parts of an evaluation, and while it waits for a batch. The run then writes a checkpoint and raises
 `Stopped`. A second signal raises it at once, wherever the run is.
 """
@@ -23,7 +23,7 @@ from typing import NamedTuple
 from muse_lab.pretraining.interruptions.watchdog import end_process
 
 TIME_IS_UP = 124
-"""Exit code at the end of a time limit, as that of `timeout`."""
+"""Exit code at the end of a time limit, the same as that of `timeout`."""
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _TOGETHER = 0.5
 """Seconds within which several signals count as one: a terminal and `torchrun` both send one to every process."""
@@ -32,7 +32,7 @@ _PATIENCE = 2.0
 
 
 class Stopped(KeyboardInterrupt):
-    """The run was asked to stop, and has."""
+    """The run has stopped on request."""
 
     def __init__(self, cause: str, exit_code: int) -> None:
         super().__init__(cause)
@@ -53,7 +53,7 @@ class Stopping:
     def __init__(self, seconds: float | None = None) -> None:
         """
         Args:
-            seconds: from now until the run is to stop; None is no limit
+            seconds: time until the run is to stop; None for no limit
         """
         self._seconds = seconds
         self._began = time.monotonic()
@@ -75,7 +75,7 @@ def stop_on_signals(stopping: Stopping, on_signal: Callable[[str], None] = lambd
     """Turn signals in this block into requests; outside of the main thread, where Python has no handlers, do nothing.
 
     Args:
-        on_signal: told what will happen, in another thread
+        on_signal: called in another thread with what will happen
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -98,7 +98,7 @@ class _Signals:
         self._has_left = threading.Event()
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        """In the main thread, when it runs Python."""
+        """Signal handler, called in the main thread when it runs Python."""
         request = Request(f"stopped by {signal.Signals(number).name}", 128 + number)
         now = time.monotonic()
         if self._first is None:
@@ -109,7 +109,7 @@ class _Signals:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """A thread that hears of signals while the main thread is in a call that may not return."""
+        """Run a thread that receives signals while the main thread is in a call that may not return."""
         receiver, sender = os.pipe()
         os.set_blocking(sender, False)
         thread = threading.Thread(target=self._listen, args=(receiver,), name="listen to signals", daemon=True)

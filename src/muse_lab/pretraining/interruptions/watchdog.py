@@ -1,4 +1,4 @@
-"""A run that stands still: no progress for a long time ends it, with the stacks of all threads in a file.
+"""A watchdog that ends a run without progress, and writes the stacks of all threads to a file.
 
 A thread counts the time since the last sign of life. While it does not run itself, as when the process is suspended,
 no time is counted. Clocks are monotonic.
@@ -19,7 +19,7 @@ from typing import NoReturn, Self
 from muse_lab.pretraining.interruptions.failures import StepError
 
 STALLED = 1
-"""Exit code of a process that has to be ended, as it does not end by itself."""
+"""Exit code of a process that the watchdog had to end."""
 _TICK = 1.0
 _PATIENCE = 5.0
 """Seconds that a run has to raise an error itself: where it waits for a batch, it can."""
@@ -29,9 +29,9 @@ class Watchdog:
     def __init__(self, seconds: float, stacks: Path, on_stall: Callable[[str], None]) -> None:
         """
         Args:
-            seconds: without a sign of life that are too many; 0 never ends a run
+            seconds: longest time without a sign of life; 0 for no limit
             stacks: file for the stacks of all threads
-            on_stall: told what happened before the process is ended, in another thread
+            on_stall: called in another thread with what happened, before the process is ended
         """
         self._seconds = seconds
         self._stacks = stacks
@@ -48,7 +48,7 @@ class Watchdog:
         self._quiet = 0.0
 
     def check(self) -> None:
-        """Raise StepError if the run stands still. For whoever waits."""
+        """Raise StepError if the run stands still; called where the run waits."""
         if self._stalled is not None:
             raise StepError(self._stalled)
 
@@ -87,7 +87,7 @@ class Watchdog:
 
 
 def end_process(exit_code: int) -> NoReturn:
-    """At once, from any thread, while the main thread is in a call that may not return.
+    """End the process at once, from any thread, even if the main thread is in a call that does not return.
 
     Processes that read ahead end too: they would keep the folder of the run locked.
     """

@@ -1,4 +1,4 @@
-"""Cross-entropy of a language model without its logits: they exist for a few rows at a time.
+"""Cross-entropy of a language model without all of its logits: they exist for a few rows at a time.
 
 The gradient of a logit is `softmax - onehot`, known as soon as the logit is. So the forward pass turns each chunk of
 logits into its share of the loss and of both gradients, and forgets it; the backward pass only scales them. To autograd
@@ -17,7 +17,7 @@ from muse_attention.core.precision import compute_dtype
 from muse_attention.ops import NAMESPACE
 
 CHUNK_BYTES = 1 << 28
-"""Of the logits that are in memory at the same time: with a vocabulary of 32768, 2048 rows in float32."""
+"""Bytes of logits that are in memory at the same time: with a vocabulary of 32768, 2048 rows in float32."""
 IGNORED = -100
 """The target of a row that does not count."""
 
@@ -60,7 +60,7 @@ def _forward(
     dtype: torch.dtype,
     differentiate: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Summed loss, and its gradients as if they came with a factor of one; empty where they are not needed."""
+    """The summed loss, and its gradients for an incoming gradient of one; empty if they are not needed."""
     wide = compute_dtype(dtype)
     total = hidden.new_zeros((), dtype=wide)
     grad_hidden = torch.empty_like(hidden) if differentiate else hidden.new_empty(0)
@@ -70,7 +70,7 @@ def _forward(
         for begin in range(0, hidden.shape[0], chunk_size):
             rows = slice(begin, begin + chunk_size)
             states = hidden[rows].to(dtype)
-            loss, grad_logits = _of_rows(states @ output_weight.mT, targets[rows], differentiate=differentiate)
+            loss, grad_logits = _loss_of_rows(states @ output_weight.mT, targets[rows], differentiate=differentiate)
             total += loss
             if differentiate:
                 grad_hidden[rows] = grad_logits @ output_weight
@@ -78,8 +78,8 @@ def _forward(
     return total, grad_hidden, grad_weight.to(weight.dtype)
 
 
-def _of_rows(logits: Tensor, targets: Tensor, *, differentiate: bool) -> tuple[Tensor, Tensor]:
-    """The summed loss of some rows, and their gradients if they are wanted; the logits are gone afterwards."""
+def _loss_of_rows(logits: Tensor, targets: Tensor, *, differentiate: bool) -> tuple[Tensor, Tensor]:
+    """The summed loss of some rows, and the gradients of their logits if wanted; overwrites the logits."""
     if logits.device.type == "cuda" and HAS_TRITON and logits.dtype != torch.float64:
         from muse_lab.pretraining.model.loss_kernel import replace_by_gradients
 

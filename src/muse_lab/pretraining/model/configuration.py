@@ -43,11 +43,11 @@ class DecoderConfig(PreTrainedConfig):
     num_attention_heads: int = None  # type: ignore[assignment]
     """hidden_size / head_dim if not given"""
     layer_types: list[str] = None  # type: ignore[assignment]
-    """"sliding_attention" or "full_attention" for each layer; one after the other, in pairs, if not given"""
+    """"sliding_attention" or "full_attention" for each layer; alternating if not given"""
     sliding_window: int = 256
     """tokens that a token of a sliding layer sees, itself among them"""
     attention: str = "exact"
-    """of the global layers, named as for `get_attention`"""
+    """of the global layers, by a name for `get_attention`"""
     max_position_embeddings: int = 65536
     rope_theta: float = 1e5
     layer_norm_eps: float = 1e-6
@@ -96,7 +96,7 @@ class DecoderConfig(PreTrainedConfig):
 
     @classmethod
     def scale(cls, size: int, **changes: Any) -> DecoderConfig:
-        """The model of scale S = `size`; `head_dim=128` halves its heads, as other fields change others."""
+        """The model of scale S = `size`; `head_dim=128`, for example, halves its number of heads."""
         if size not in LAYERS:
             raise ValueError(
                 f"there is no model of scale {size!r}: choose {', '.join(map(str, LAYERS))}, or DecoderConfig.tiny"

@@ -9,17 +9,17 @@
 
 Pre-norm LayerNorm, RoPE, ReLU, tied embeddings, no biases. The global layers attend through transformers' attention
 interface: by `config.attention`, unless an `attn_implementation` is given, and in `huggingface.use_attention` by any
-other. The layers with a window keep it under every attention, and need no mask but for padding and a KV cache.
+other attention. The layers with a window keep it under every attention, and need masks only for padding and a KV cache.
 
 After `model.share_sequences(mesh)` a model takes whole sequences, and computes this rank's part of each: outputs are of
-that part. Global layers exchange parts of all heads for whole sequences of some (`distributed.ulysses`), so documents
-and the clusters of MuSe are those of one process. Layers with a window need the keys and values of one window from the
-rank before, which is far less, unless a part is shorter than a window; then they exchange as global layers do.
+that part. Global layers exchange parts of all heads for whole sequences of some heads (`distributed.ulysses`), so
+documents and the clusters of MuSe are those of one process. Layers with a window need the keys and values of one window
+from the rank before, which is far less, unless a part is shorter than a window; then they exchange as global layers do.
 
-The paper is silent about initialisation. Here it is GPT-2's: normal with a deviation of 0.02, and in the projections
-that add to the residual stream of 0.02 / sqrt(2 layers).
+The paper does not describe initialisation. Here it is GPT-2's: normal with a deviation of 0.02, except in projections
+that add to the residual stream, where it is 0.02 / sqrt(2 layers).
 
-Modules have the names they have in Llama. Importing this file tells transformers' Auto classes of the decoder.
+Modules are named as in Llama. Importing this file registers the decoder with transformers' Auto classes.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class SelfAttention(nn.Module):
         self.layer_type = config.layer_types[layer_idx]
         self.sliding_window = config.sliding_window if self.layer_type == SLIDING else None
         self.replaced: tuple[str, str] | None = None
-        """an implementation of attention, and the one that this layer has in its place"""
+        """an implementation of attention, and the one that this layer uses in its place"""
         self.sequence_mesh: DeviceMesh | None = None
         """ranks that share each sequence"""
         width = config.hidden_size
@@ -115,7 +115,7 @@ class SelfAttention(nn.Module):
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, others: dict[str, Any]
     ) -> tuple[Tensor, Tensor | None]:
-        """(batch, length, heads, head_dim), and weights if the attention gives them."""
+        """(batch, length, heads, head_dim), and weights if the attention returns them."""
         if self.sliding_window is not None:
             out = _attend_in_window(query, key, value, attention_mask, self.sliding_window)
             return out.transpose(1, 2), None
@@ -123,10 +123,10 @@ class SelfAttention(nn.Module):
         if self.replaced is not None and self.replaced[0] == name:
             name = self.replaced[1]
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention_forward)
-        found: tuple[Tensor, Tensor | None] = attend(
+        attended: tuple[Tensor, Tensor | None] = attend(
             self, query, key, value, attention_mask, scaling=self.scaling, **others
         )
-        return found
+        return attended
 
 
 class FeedForward(nn.Module):
@@ -173,7 +173,7 @@ class DecoderPreTrainedModel(PreTrainedModel):
         super().__init__(config, *inputs, **others)
 
     def set_attention(self, attention: str) -> None:
-        """Let the global layers attend by this attention from now on, in place of any `attn_implementation`.
+        """Use this attention in the global layers from now on, in place of any `attn_implementation`.
 
         `save_pretrained` keeps it.
         """
@@ -181,7 +181,7 @@ class DecoderPreTrainedModel(PreTrainedModel):
         self.config.attention = attention
 
     def replace_attention(self, attention: str, by_layer: dict[int, str]) -> None:
-        """Let some layers attend by others wherever the model attends by `attention`; all other layers by that again.
+        """Use the attentions of `by_layer` wherever the model uses `attention`; reset all other layers.
 
         `save_pretrained` does not keep it.
         """
@@ -192,8 +192,8 @@ class DecoderPreTrainedModel(PreTrainedModel):
     def share_sequences(self, mesh: DeviceMesh | None) -> None:
         """Compute this rank's part of each sequence from now on, with the other ranks of a mesh of one dimension.
 
-        Inputs stay whole, and are the same on all of its ranks, which must divide the heads and the length. Hidden
-        states, logits and the loss are of the part. There is neither padding nor a KV cache. None undoes it.
+        Inputs stay whole, and are the same on all of its ranks, whose number must divide the heads and the length.
+        Hidden states, logits and the loss are of the part. Padding and a KV cache are not supported. None undoes it.
         """
         self.base_model.sequence_mesh = mesh
         for layer in self.base_model.layers:
@@ -219,7 +219,7 @@ class Decoder(DecoderPreTrainedModel):
         self.sequence_mesh: DeviceMesh | None = None
         """ranks that share each sequence; inputs are whole, and hidden states of this rank's part"""
         self._exact_config = copy.copy(config)
-        """Whatever the global layers attend by, it makes boolean masks, and tells where a plain causal one would do."""
+        """Makes boolean masks under any attention of the global layers, and tells where a plain causal one suffices."""
         self._exact_config._attn_implementation = register_attention("exact")
         self.post_init()
 
@@ -256,10 +256,10 @@ class Decoder(DecoderPreTrainedModel):
         if isinstance(attention_mask, dict):  # `generate` makes the masks itself where it compiles
             masks = attention_mask
         else:
-            whole = hidden_states  # whose sizes masks have
+            full_states = hidden_states  # masks have their sizes
             if self.sequence_mesh is not None:
-                whole = hidden_states.new_empty(1).expand(batch, length, hidden_states.shape[2])
-            masks = self._masks(whole, attention_mask, past_key_values, position_ids)
+                full_states = hidden_states.new_empty(1).expand(batch, length, hidden_states.shape[2])
+            masks = self._masks(full_states, attention_mask, past_key_values, position_ids)
         own_positions = own_part(position_ids, self.sequence_mesh)
         rotation = rotation_at(own_positions, self.config, compute_dtype(hidden_states.dtype))
         for kind, layer in zip(self.config.layer_types, self.layers, strict=True):
@@ -275,7 +275,7 @@ class Decoder(DecoderPreTrainedModel):
     def _masks(
         self, hidden_states: Tensor, attention_mask: Tensor | None, past: Cache | None, position_ids: Tensor
     ) -> dict[str, Tensor | None]:
-        """By kind of layer. Layers with a window have None where whole sequences attend to themselves."""
+        """Masks by kind of layer. Layers with a window have None if whole sequences attend to themselves."""
         arguments = {
             "inputs_embeds": hidden_states,
             "attention_mask": attention_mask,
@@ -319,13 +319,13 @@ class DecoderForCausalLM(DecoderPreTrainedModel, GenerationMixin):
         num_items_in_batch: Tensor | int | None = None,
         **others: Any,
     ) -> CausalLMOutputWithPast:
-        """Logits, or the loss in nats without them: all logits of a long sequence together are large.
+        """Logits, or the loss in nats without them, because all logits of a long sequence are large.
 
         Args:
             labels: (batch, length), the input ids themselves, or -100 where a token does not count
-            logits_to_keep: the last so many positions, all for 0, or their indices; None is all, but with labels none
+            logits_to_keep: number of last positions, 0 for all, or their indices; None is all, but none with labels
             shift_labels: (batch, length), the token after each position, in place of `labels`
-            num_items_in_batch: what to divide the summed loss by; None is the number of tokens that count
+            num_items_in_batch: divisor of the summed loss; None is the number of tokens that count
 
         Where ranks share sequences (`share_sequences`), labels are of whole sequences, and loss, logits and
         `logits_to_keep` of this rank's part.
@@ -373,7 +373,7 @@ def rotation_at(position_ids: Tensor, config: DecoderConfig, dtype: torch.dtype)
 
 
 def rotate(states: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-    """RoPE of (batch, heads, length, head_dim), in the precision of the rotation: pairs are a half apart."""
+    """RoPE of (batch, heads, length, head_dim), in the precision of the rotation: pairs are head_dim / 2 apart."""
     cosine, sine = rotation
     first, second = states.to(cosine.dtype).chunk(2, dim=-1)
     turned = torch.cat([first * cosine - second * sine, second * cosine + first * sine], dim=-1)
@@ -381,7 +381,7 @@ def rotate(states: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def register_auto_classes() -> None:
-    """Let transformers' Auto classes know the decoder; more than once is harmless."""
+    """Register the decoder with transformers' Auto classes; calling it again is harmless."""
     AutoConfig.register(DecoderConfig.model_type, DecoderConfig, exist_ok=True)
     AutoModel.register(DecoderConfig, Decoder, exist_ok=True)
     AutoModelForCausalLM.register(DecoderConfig, DecoderForCausalLM, exist_ok=True)
@@ -390,17 +390,17 @@ def register_auto_classes() -> None:
 def _attend_in_window_of_part(
     query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, window: int, mesh: DeviceMesh
 ) -> Tensor:
-    """Of a part of each sequence, (batch, heads, length / ranks, head_dim), which is at least as long as the window.
+    """Attention in a part of each sequence, (batch, heads, length / ranks, head_dim), at least as long as the window.
 
-    The keys and values that the first tokens see in the part before come first. They have queries, too, so that all are
-    one sequence; what comes out for those is dropped.
+    The keys and values that the first tokens see in the part before come first. They get queries of zeros, so that all
+    lengths agree; the outputs of these queries are dropped.
     """
     rank, length, before = mesh.get_local_rank(), query.shape[2], window - 1
     part = (rank * length, (rank + 1) * length)
     if before:
         received = from_rank_before(torch.stack([tensor[:, :, length - before :] for tensor in (key, value)]), mesh)
         key, value = (torch.cat([theirs, own], 2) for theirs, own in zip(received, (key, value), strict=True))
-    if rank == 0:  # nothing is before it: what it received is cut off again, as its gradient must be sent back
+    if rank == 0:  # no part is before it: what it received is cut off again, because its gradient must be sent back
         key, value = key[:, :, before:], value[:, :, before:]
         return _attend_in_window(query, key, value, attention_mask, window, part)
     part = (part[0] - before, part[1])
@@ -415,9 +415,9 @@ def _attend_in_window(
     window: int,
     part: tuple[int, int] | None = None,
 ) -> Tensor:
-    """Without a mask, one token attends to all keys, and more are a whole sequence.
+    """Attention in the window. Without a mask, one token attends to all keys, and several are a whole sequence.
 
-    Queries and keys are tokens `part[0]` to `part[1]` of each row; None is all of it. The mask is of whole rows.
+    Queries and keys are tokens `part[0]` to `part[1]` of each row; None is the whole row. The mask is of whole rows.
     """
     length = query.shape[2]
     if stands_for_causal(attention_mask):
@@ -448,7 +448,7 @@ def _attend_in_windows_of_documents(
 
 @functools.lru_cache(maxsize=64)
 def _documents_of_part(documents: DocumentBoundaries, rows: int, begin: int, end: int) -> DocumentBoundaries:
-    """All layers of a batch ask for the same."""
+    """The boundaries in columns `begin` to `end`, cached because all layers of a batch need them."""
     return documents.in_columns(rows, begin, end)
 
 

@@ -1,7 +1,7 @@
-"""Rows of logits into their losses and gradients, in place, by one Triton kernel.
+"""Losses and gradients of rows of logits, in place, by one Triton kernel.
 
 Two passes over a row: the first finds its lse, the second writes `softmax - onehot` where the logits were. PyTorch's
-operators make ten, most of them in float32.
+operators make ten passes, most of them in float32.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ def own_part(tensor: Tensor, mesh: DeviceMesh | None, dim: int = 1) -> Tensor:
     """This rank's part of a tensor that every rank has whole; all of it without a mesh.
 
     Args:
-        dim: along which the tokens are
+        dim: the dimension of the tokens
     """
     if mesh is None:
         return tensor

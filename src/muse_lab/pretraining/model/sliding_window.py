@@ -1,9 +1,8 @@
 """Causal attention of each token to itself and the `window - 1` tokens before it, in linear memory.
 
-On CUDA in half precision that is FlashAttention, which knows windows, on GPUs that have it. Elsewhere the sequence is
-cut into blocks of one window. What a block may see lies in itself and in the block before, always in the same band, so
-one (window, 2 window) mask serves all blocks in one call of `scaled_dot_product_attention`. The first block has none
-before it, and is plainly causal.
+On CUDA in half precision FlashAttention computes it, on GPUs that have it. Elsewhere the sequence is cut into blocks of
+one window. A block sees keys in itself and in the block before, always in the same band, so one (window, 2 window) mask
+serves all blocks in one call of `scaled_dot_product_attention`. The first block has none before it, and is causal.
 
 PyTorch's `flex_attention` would compute half as many logits, but has no backward pass on a CPU, and is dense unless it
 is compiled. These blocks run wherever `scaled_dot_product_attention` does, compiled or not. At 64k tokens and a window
@@ -17,9 +16,9 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 _MULTIPLE_FLASH = 8
-"""Head dimensions that FlashAttention serves are multiples of it."""
+"""FlashAttention serves head dimensions that are multiples of this."""
 _WIDE_FLASH, _WIDEST_FLASH = 192, 256
-"""The largest of them on any GPU that has it, and on those whose backward pass serves more."""
+"""The largest head dimension on all GPUs that have it, and on those whose backward pass serves more."""
 
 
 def sliding_window_attention(query: Tensor, key: Tensor, value: Tensor, *, window: int) -> Tensor:
@@ -43,7 +42,7 @@ def _has_flash(query: Tensor) -> bool:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _may_use_flash(gpu: int) -> bool:
-    """Whether the GPU has it, and it is not switched off (`torch.backends.cuda.enable_flash_sdp`)."""
+    """Whether the GPU has FlashAttention, and it is not switched off (`torch.backends.cuda.enable_flash_sdp`)."""
     return (
         torch.backends.cuda.flash_sdp_enabled()
         and torch.backends.cuda.is_flash_attention_available()
@@ -53,7 +52,7 @@ def _may_use_flash(gpu: int) -> bool:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _serves_widest(gpu: int) -> bool:
-    """Its backward pass takes the shared memory of an A100 or H100."""
+    """Whether the backward pass fits: it needs the shared memory of an A100 or H100."""
     return torch.cuda.get_device_capability(gpu) in ((8, 0), (9, 0))
 
 
@@ -69,7 +68,7 @@ def _attend_by_flash(query: Tensor, key: Tensor, value: Tensor, window: int) -> 
 
 
 class _WithAlignedGradient(torch.autograd.Function):
-    """The identity; FlashAttention's backward pass reads the gradient as its forward pass reads its inputs."""
+    """The identity, with an aligned gradient for FlashAttention's backward pass."""
 
     @staticmethod
     def forward(ctx: object, out: Tensor) -> Tensor:
@@ -81,7 +80,7 @@ class _WithAlignedGradient(torch.autograd.Function):
 
 
 def _aligned(tensor: Tensor) -> Tensor:
-    """FlashAttention reads eight numbers of a row at once: rows are contiguous, and begin at a multiple of eight."""
+    """Rows are contiguous and begin at a multiple of eight, because FlashAttention reads eight numbers at once."""
     starts: tuple[int | torch.SymInt, ...] = tensor.stride()[:-1]
     if not torch.compiler.is_compiling():  # the compiler knows no offsets, and aligns what it makes
         starts = (tensor.storage_offset(), *starts)

@@ -1,4 +1,4 @@
-"""Whether a model looks needles up: its loss on answers, by how far back their definitions are."""
+"""The loss of a model on answers to needles, by the distance to their definitions."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ if TYPE_CHECKING:
 
 ALL = "all"
 NEAR = 256
-"""Answers are told apart by how far back their definition begins: up to 256 tokens, up to 512, and so on."""
+"""The smallest bound of distances from answers to definitions: up to 256 tokens, up to 512, and so on."""
 
 
 @torch.no_grad()
 def answer_losses(
     model: PreTrainedModel, documents: Iterable[tuple[Tensor, Tensor]], sequence: DeviceMesh | None = None
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """The summed loss of tokens that are answers, under the model's own attention, and how many these are.
+    """The summed loss of answer tokens, under the model's own attention, and their number, by kind.
 
-    For all answers together, for first tokens of uids and for later ones, which follow the one before, and by distance.
+    Kinds are all answers, first tokens of uids, later tokens of uids, and answers by distance.
 
     Args:
-        documents: (length + 1,) tokens, and of each the distance in tokens to where its needle's definition begins; 0
-            for tokens that are no answers
+        documents: (length + 1,) tokens, and for each the distance to the beginning of its needle's definition; 0 for
+            tokens that are no answers
         sequence: the ranks that share each document; each has the answers in its part
     """
     total: dict[str, tuple[Tensor, Tensor]] = {}
     for document, distances in documents:
         tokens, back = document.to(model.device), distances.to(model.device)
         is_first = (back > 0) & ~pad(back[:-1] > 0, (1, 0))
-        targets, back, is_first = (own_part(of_all[1:], sequence, 0) for of_all in (tokens, back, is_first))
+        targets, back, is_first = (own_part(full[1:], sequence, 0) for full in (tokens, back, is_first))
         places = torch.nonzero(back)[:, 0]
         logits = model(tokens[None, :-1], use_cache=False, logits_to_keep=places).logits[0]
         losses = cross_entropy(logits.float(), targets[places], reduction="none")
@@ -49,7 +49,7 @@ def answer_losses(
 
 
 def _kinds(distances: Tensor, is_first: Tensor, length: int) -> dict[str, Tensor]:
-    """Which of the answers are of each kind; the same kinds for every document of a length."""
+    """The answers of each kind, as masks; all documents of one length have the same kinds."""
     kinds = {ALL: torch.ones_like(is_first), "first tokens": is_first, "later tokens": ~is_first}
     nearest, farthest = 0, NEAR
     while nearest < length:

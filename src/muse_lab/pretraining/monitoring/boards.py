@@ -1,4 +1,4 @@
-"""Where metrics can be watched while a run goes on: TensorBoard, and Weights & Biases. Both are optional packages."""
+"""Metrics on TensorBoard and on Weights & Biases while a run trains. Both are optional packages."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from muse_lab.records.files import replace_file
 from muse_lab.records.regular_files import read_regular
 
 TENSORBOARD, WANDB, WANDB_ID = "tensorboard", "wandb", "wandb-id.txt"
-"""In the folder of a run."""
+"""Names in the folder of a run."""
 _NAMES = {TENSORBOARD: "TensorBoard", WANDB: "Weights & Biases"}
 _PROJECT = "muse-attention"
 _SHOWN = 200
-"""Characters of a foreign error."""
+"""Characters of an error of another package."""
 
 
 def check_installed(name: str) -> None:
-    """An ImportError of one line if `TENSORBOARD` or `WANDB` is not there."""
+    """Raise a one-line ImportError if `TENSORBOARD` or `WANDB` is not installed."""
     try:
         importlib.import_module(name)
     except ImportError:
@@ -30,7 +30,7 @@ def check_installed(name: str) -> None:
 
 
 class Boards:
-    """Those of some names. One that fails is left out from then on: a run does not end because nobody can watch it."""
+    """The requested boards. A board that fails is left out from then on, and the run continues."""
 
     def __init__(
         self,
@@ -43,8 +43,8 @@ class Boards:
         """
         Args:
             names: `TENSORBOARD`, `WANDB`
-            step: what was written behind it is forgotten
-            on_broken: told of each that fails
+            step: what was written after it is dropped
+            on_broken: called with a message about each board that fails
         """
         self._on_broken = on_broken
         self._boards: dict[str, _TensorBoard | _Wandb] = {}
@@ -66,7 +66,7 @@ class Boards:
     def _leaving_out(self, name: str) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # of any kind: these are packages of others
+        except Exception as error:  # of any kind: the packages have errors of their own
             self._boards.pop(name, None)
             reason = " ".join(str(error).split())[:_SHOWN] or type(error).__name__
             self._on_broken(f"{_NAMES[name]} is left out from now on: {reason}")
@@ -86,7 +86,7 @@ class _TensorBoard:
 
 
 class _Wandb:
-    """A run of its own there, which goes on when the run is resumed. `WANDB_MODE=offline` needs no network.
+    """A run on Weights & Biases, which continues when training is resumed. `WANDB_MODE=offline` needs no network.
 
     Steps that are made again after a run was killed have the same values as before; Weights & Biases keeps the first.
     """

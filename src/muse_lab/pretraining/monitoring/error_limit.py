@@ -1,10 +1,10 @@
-"""The attention's error while a model trains, on what each layer attends with, and a limit on it.
+"""The attention error of each layer while a model trains, and a limit on it.
 
 The probe measures the relative squared error of every global layer. A layer above the limit gets a tighter attention
-from the next update on: of MuSe with a tolerance, the loosest of a quarter and a sixteenth of that tolerance, and exact
-attention, that is within the limit; of any other attention, exact attention. It is relaxed again by one level where
-half the limit holds with the looser attention. The levels of the layers are part of the run's state, so a run that goes
-on has the same.
+from the next update on. For MuSe with a tolerance, that is the loosest within the limit of three: a quarter of the
+tolerance, a sixteenth of it, and exact attention. For any other attention it is exact attention. A layer is relaxed by
+one level if the error of the looser attention is at most half the limit. The levels of the layers are part of the run's
+state, so a resumed run has the same.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from muse_lab.pretraining.schedule import EXACT
 
 ERROR = "relative_squared_error"
 _TIGHTER = (4, 16)
-"""What the tolerance is divided by, level by level."""
+"""Divisors of the tolerance, level by level."""
 _RELAXED_BELOW = 0.5
 """Share of the limit, so that a layer does not go back and forth."""
 
 
 class Change(NamedTuple):
-    """Of a layer's attention."""
+    """A change of a layer's attention."""
 
     layer: int
     error: float
-    """with the attention before, or, of a layer that is relaxed, with that after"""
+    """with the attention before, or with the one after if the layer is relaxed"""
     before: str
     after: str
     is_relaxed: bool
@@ -50,7 +50,7 @@ class Change(NamedTuple):
 
 class Probed(NamedTuple):
     measures: dict[int, dict[str, float]]
-    """by layer, under its attention in the update; none of a layer that attends exactly"""
+    """by layer, under its attention in the update; none for layers with exact attention"""
     levels: dict[int, int]
     """from the next update on"""
     changes: list[Change]
@@ -59,7 +59,7 @@ class Probed(NamedTuple):
 @dataclass(frozen=True)
 class ErrorLimit:
     limit: float
-    """infinite if errors are measured alone"""
+    """infinite if errors are only measured"""
     attentions: tuple[str, ...]
     """by level, each tighter than the one before: the recipe's first, exact attention last"""
 
@@ -75,7 +75,7 @@ class ErrorLimit:
         return {layer: self.attentions[self._known(level)] for layer, level in levels.items()}
 
     def _known(self, level: int) -> int:
-        """A level that a damaged checkpoint may name is the last one."""
+        """The level, or the last one if a damaged checkpoint names a higher one."""
         return min(level, len(self.attentions) - 1)
 
     def probe(
@@ -86,22 +86,22 @@ class ErrorLimit:
         mean: Callable[[dict[str, float]], dict[str, float]],
         on_layer: Callable[[], None] = lambda: None,
     ) -> Probed:
-        """Measure every layer under its attention, and under others where these come into question.
+        """Measure every layer under its attention, and under others if its level may change.
 
         The measures are those of `fidelity.Fidelity`, averaged over heads, on some tokens: the error, its tail, and how
         much was retrieved. The model attends exactly meanwhile.
 
         Args:
             mean: over all ranks, so that all decide the same
-            on_layer: called behind every layer; it may raise
+            on_layer: called after every layer; it may raise
         """
-        found = Probed({}, dict(levels), [])
+        probed = Probed({}, dict(levels), [])
 
         def visit(layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> None:
             def measure_at(level: int) -> dict[str, float]:
                 attention = get_attention(self.attentions[level])
                 pooled = measure(attention, query, key, value, is_causal=True, scale=scale).pooled()
-                for name in (FOUND, "found_queries"):  # what not every layer and rank has cannot be averaged over them
+                for name in (FOUND, "found_queries"):  # no means: not every layer and rank has them
                     pooled.pop(name, None)
                 return mean(pooled)
 
@@ -111,23 +111,23 @@ class ErrorLimit:
             level = after = self._known(levels.get(layer, 0))
             error = 0.0
             if self.attentions[level] != EXACT:
-                found.measures[layer] = measure_at(level)
-                error = found.measures[layer][ERROR]
+                probed.measures[layer] = measure_at(level)
+                error = probed.measures[layer][ERROR]
             tighter = error
-            while not tighter <= self.limit:  # as of an error that is no number
+            while not tighter <= self.limit:  # also if the error is NaN
                 after += 1
                 tighter = error_at(after)
             if after == level > 0:
                 error = error_at(level - 1)
                 after -= error <= _RELAXED_BELOW * self.limit
             if after != level:
-                found.changes.append(
+                probed.changes.append(
                     Change(layer, error, self.attentions[level], self.attentions[after], after < level)
                 )
-            found.levels.pop(layer, None)
+            probed.levels.pop(layer, None)
             if after:
-                found.levels[layer] = after
+                probed.levels[layer] = after
             on_layer()
 
         visit_layers(model, input_ids, visit)
-        return found
+        return probed

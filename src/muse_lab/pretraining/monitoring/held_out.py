@@ -1,9 +1,9 @@
-"""Evaluation while a model trains: its loss on the held-out split, and what it answers when needles are asked for.
+"""Evaluation while a model trains: its loss on the held-out split, and its answers to needles.
 
 Samples are evenly spaced windows of the held-out split. Needle documents are made of held-out files, with names and
-uids that training never draws. Both are read under the attention of the update and under exact attention, and are the
-same at every evaluation of a run, and on any number of ranks, which share them. Where ranks share each sequence, all of
-them ask, and each counts its own part of the tokens.
+uids that training never draws. Both are evaluated under the attention of the update and under exact attention, and are
+the same at every evaluation of a run, and on any number of ranks, which share them. Where ranks share each sequence,
+all of them ask, and each counts its own part of the tokens.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from muse_lab.pretraining.schedule import EXACT
 
 @dataclass(frozen=True)
 class _Document:
-    """A rank's share of what a model is asked."""
+    """A document that a rank evaluates."""
 
     tokens: Tensor
     """(length + 1,)"""
@@ -41,7 +41,7 @@ class _Document:
 
 class Evaluation:
     def __init__(self, corpus: Corpus, recipe: Recipe, world: World) -> None:
-        """A ValueError if the held-out split has no text for it."""
+        """Raises ValueError if the held-out split has too little text."""
         self._world = world
         self._end = corpus.manifest.end if recipe.document_mask else None
         self._windows = self._share(_held_out(corpus, recipe))
@@ -50,21 +50,21 @@ class Evaluation:
     def run(self, model: DecoderForCausalLM, on_sample: Callable[[], None]) -> dict[str, float]:
         """Mean nats for each token, and the share of needles whose every token is the most probable one.
 
-        Where the model's attention is another than exact attention, all of it under exact attention too.
+        If the model's attention is not exact attention, the same under exact attention too.
 
-        Collective: every rank must call it. `on_sample` is called behind every sample, and may raise.
+        Collective: every rank must call it. `on_sample` is called after every sample, and may raise.
         """
-        with gathered(model):  # sharded again at the end: after a forward pass alone weights would not be
-            found = self._measure(model, on_sample)
+        with gathered(model):  # shards the weights again at the end, as a forward pass alone does not
+            measured = self._measure(model, on_sample)
             if model.config.attention != EXACT:
                 with use_attention(model, EXACT):
-                    found |= {f"{name}{EXACT_END}": value for name, value in self._measure(model, on_sample).items()}
-        return found
+                    measured |= {f"{name}{EXACT_END}": value for name, value in self._measure(model, on_sample).items()}
+        return measured
 
     def _measure(self, model: DecoderForCausalLM, on_sample: Callable[[], None]) -> dict[str, float]:
-        """Under the attention that the model has."""
-        found = {"held_out_loss": self._loss(model, on_sample)}
-        return found | self._answers(model, on_sample) if self._needles else found
+        """Measurements under the model's current attention."""
+        losses = {"held_out_loss": self._loss(model, on_sample)}
+        return losses | self._answers(model, on_sample) if self._needles else losses
 
     def _loss(self, model: DecoderForCausalLM, on_sample: Callable[[], None]) -> float:
         total = torch.zeros(2, dtype=torch.float64, device=self._world.device)
@@ -84,7 +84,7 @@ class Evaluation:
 
     @torch.no_grad()
     def _ask(self, model: DecoderForCausalLM, document: _Document, *, with_answers: bool = False) -> Tensor:
-        """(4,) float64: summed loss and tokens, of this rank's part; answers that are right, and answers, of all."""
+        """(4,) float64: summed loss and tokens, of this rank's part; right answers, and answers, of all parts."""
         tokens, counts = document.tokens.to(model.device), document.counts.to(model.device)
         ids, positions, labels = tokens[None, :-1], None, tokens[None, 1:]
         if self._end is not None:
@@ -109,7 +109,7 @@ class Evaluation:
         return torch.cat([out.loss.double()[None], counted])
 
     def _share(self, documents: list[_Document]) -> list[_Document]:
-        """As many for each group of ranks, as all must call the model together."""
+        """The documents of this group of ranks: each group has as many, because all must call the model together."""
         ranks, rank = self._world.data_ranks, self._world.data_rank
         missing = -len(documents) % ranks
         if documents:
@@ -119,7 +119,7 @@ class Evaluation:
 
 
 def _count_right(is_right: Tensor, counts: Tensor) -> tuple[int, int]:
-    """Answers whose every token is right, and all answers: tokens that count and follow one another are of one."""
+    """Number of right answers, with every token right, and of all; neighbouring tokens that count are one answer."""
     places = torch.nonzero(counts)[:, 0]
     if not len(places):
         return 0, 0
@@ -147,5 +147,5 @@ def _needles(corpus: Corpus, recipe: Recipe) -> list[_Document]:
         )
     except ValueError as error:
         raise ValueError(f"{error}; or set evaluate_needles=0") from None
-    made = (documents.make_with_answers(number) for number in range(recipe.evaluate_needles))
-    return [_Document(tokens, distances > 0) for tokens, distances in made]
+    pairs = (documents.make_with_answers(number) for number in range(recipe.evaluate_needles))
+    return [_Document(tokens, distances > 0) for tokens, distances in pairs]

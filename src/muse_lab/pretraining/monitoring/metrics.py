@@ -1,4 +1,4 @@
-"""What a run measures at every step: a line of JSON each, and the boards of `boards.py` where they are asked for."""
+"""Metrics of every step: a line of JSON each, and the boards of `boards.py` if they are requested."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ FILE = "metrics.jsonl"
 LARGEST_METRICS = 2**30
 """Bytes: a million updates of a thousand each."""
 EXACT_END = "_exact"
-"""Of the name of what an evaluation measured under exact attention, where the update had another."""
+"""Suffix of names of evaluation results under exact attention, if the update had another attention."""
 _GROUPS = {"rse": "rse/layer ", "attention_means": "attention/", "answers": "answers/", "evaluation": "evaluation/"}
-"""Of scalars, and how their names on a board begin."""
+"""Groups of scalars, and the prefixes of their names on a board."""
 _SCALARS = ("loss", "learning_rate", "gradient_norm", "tokens_per_second", "answers_loss")
 
 
@@ -30,7 +30,7 @@ class Step:
 
     step: int
     loss: float
-    """in nats for each token, before the update"""
+    """in nats per token, before the update"""
     learning_rate: float
     gradient_norm: float
     """before clipping"""
@@ -39,18 +39,18 @@ class Step:
     """seen so far"""
     tokens_per_second: float
     rse: dict[int, float] = field(default_factory=dict)
-    """relative squared error of the attention by layer, where it was measured"""
+    """relative squared error of the attention by layer, if it was measured"""
     attention_means: dict[str, float] = field(default_factory=dict)
-    """all measures of `fidelity.Fidelity` averaged over layers, where they were measured: the error and its tail, pairs
+    """all measures of `fidelity.Fidelity` averaged over layers, if they were measured: the error and its tail, pairs
     and keys per query, share of queries that retrieve"""
     answers_loss: float | None = None
-    """in nats for each token of a uid that is imported, where needles are learnt from and it was measured"""
+    """in nats per token of imported uids, if the run has needles and measured it"""
     answers: dict[str, float] = field(default_factory=dict)
-    """the same of first tokens of uids and of later ones, and by how many tokens back the needle's definition begins"""
+    """the same for first and for later tokens of uids, and by the distance to the needle's definition"""
     evaluation: dict[str, float] = field(default_factory=dict)
-    """of `held_out.py`, where the model was evaluated, before the update"""
+    """results of `held_out.py`, if the model was evaluated, before the update"""
     tightened: dict[int, str] = field(default_factory=dict)
-    """layers that have a tighter attention from the next update on, where errors are limited and were measured"""
+    """layers that have a tighter attention from the next update on, if errors are limited and were measured"""
     skipped: str | None = None
     """why the update was not made; None if it was"""
 
@@ -60,12 +60,11 @@ class Step:
 
 
 class Metrics:
-    """Lines of steps after `step`, as of a run that was killed behind it, are forgotten.
+    """The metrics of a run. Lines after `step`, from a run that was killed later, are dropped.
 
-    `on_broken` hears of lines before it that cannot be read, and are left out.
+    `on_broken` is called with a message about earlier lines that cannot be read, and are left out.
 
-    JSON has no number for what is not finite, as the loss of an update that was skipped, or an error behind exact
-    attention that is zero: it is left out.
+    Numbers that are not finite, such as the loss of a skipped update, are left out, because JSON does not have them.
     """
 
     def __init__(
@@ -99,7 +98,7 @@ class Metrics:
             self._boards.add(scalars, step.step)
 
     def sync(self) -> None:
-        """Return when all lines are on the disk."""
+        """Flush all lines to disk."""
         with errors_naming(self._path):
             sync(self._path)
             sync(self._path.parent)
@@ -110,32 +109,32 @@ class Metrics:
 
 
 def read_metrics(output: Path, on_broken: Callable[[str], None] = lambda message: None) -> list[dict[str, Any]]:
-    """Every line that can be read, by step; `on_broken` hears of the others."""
+    """Every line that can be read, by step; `on_broken` is called with a message about the others."""
     return [parse_json(line) for line in _read_lines(output / FILE, on_broken).values()]
 
 
 def _read_lines(path: Path, on_broken: Callable[[str], None]) -> dict[int, str]:
-    """By step, in order. An incomplete last line is left by a run that was killed, and is ignored."""
+    """Lines by step, in order. An incomplete last line, left by a run that was killed, is ignored."""
     if not path.exists():
         return {}
-    found: dict[int, str] = {}
+    by_step: dict[int, str] = {}
     broken = []
     with errors_naming(path):
         *lines, torn = read_regular(path, LARGEST_METRICS).decode(errors="replace").split("\n")
     for number, line in enumerate([*lines, torn], start=1):
         step = _step_of(line)
-        if step is not None and step not in found:
-            found[step] = f"{line}\n"
+        if step is not None and step not in by_step:
+            by_step[step] = f"{line}\n"
         elif number <= len(lines):
             broken.append(number)
     if broken:
         first = f"line {broken[0]}" if len(broken) == 1 else f"line {broken[0]} and {len(broken) - 1} more"
         on_broken(f"{path} is damaged: {first} cannot be read and left out; all others are kept")
-    return dict(sorted(found.items()))
+    return dict(sorted(by_step.items()))
 
 
 def _step_of(line: str) -> int | None:
-    """None for a line that is broken."""
+    """The step of a line; None for a line that is broken."""
     try:
         step = parse_json(line)["step"]
     except (ValueError, KeyError, TypeError):

@@ -1,4 +1,4 @@
-"""What a run measures beside an update, of the weights before it: the attention's errors, and answers to needles."""
+"""Measurements on the weights before an update: the attention's errors, and answers to needles."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from muse_lab.pretraining.schedule import EXACT
 
 
 class Probed(NamedTuple):
-    """What was measured, as `metrics.Step` has it, and what follows from it."""
+    """Measurements, as in `metrics.Step`, and what follows from them."""
 
     levels: dict[int, int]
     """of layers whose attention is tightened from the next update on"""
@@ -38,60 +38,60 @@ class Probe:
     recipe: Recipe
     world: World
     documents: list[tuple[Tensor, Tensor]]
-    """with needles, and the distances of their answers, of this rank's group"""
+    """needle documents, and the distances of their answers, for this rank's group"""
 
     def is_due(self, step: int) -> bool:
-        """Beside an update, counted from 0."""
+        """Whether to measure at an update, counted from 0."""
         every = self.recipe.probe_every
         has_something = self.recipe.attention != EXACT or self.documents
         return every > 0 and (step + 1) % every == 0 and bool(has_something)
 
     def run(self, tokens: Tensor, levels: dict[int, int], on_layer: Callable[[], None]) -> Probed:
-        """What an attention that has errors does on the first sequence of each rank; and the loss of answers.
+        """Measure the errors of the attention on the first sequence of each rank, and the loss on answers.
 
-        Of a sequence that ranks share, each rank measures some of the heads. Errors have no consequence while the model
-        attends exactly.
+        Ranks that share a sequence measure some of the heads each. Errors have no consequence while the model uses
+        exact attention.
 
-        Collective: every rank must call it. `on_layer` is called behind every layer, and may raise.
+        Collective: every rank must call it. `on_layer` is called after every layer, and may raise.
         """
         recipe, model = self.recipe, self.model
-        found = Probed(levels)
+        probed = Probed(levels)
         with autocast(recipe, self.world.device), gathered(model), torch.compiler.set_stance("force_eager"):
             if recipe.attention != EXACT:
                 is_limited = recipe.error_limit > 0 and model.config.attention == recipe.attention
                 limit = self._limit(recipe.error_limit if is_limited else math.inf)
                 limited = limit.probe(model, tokens[:1, :-1], levels if is_limited else {}, self._mean, on_layer)
                 if is_limited:
-                    found = found._replace(levels=limited.levels, changes=tuple(limited.changes))
+                    probed = probed._replace(levels=limited.levels, changes=tuple(limited.changes))
                 layers = limited.measures.values()
                 names = dict.fromkeys(name for layer in layers for name in layer)
-                found = found._replace(
+                probed = probed._replace(
                     errors={number: layer[ERROR] for number, layer in limited.measures.items()},
                     means={name: statistics.fmean(layer[name] for layer in layers if name in layer) for name in names},
                 )
             if self.documents:
-                found = found._replace(answers=self._answers())
-        return found
+                probed = probed._replace(answers=self._answers())
+        return probed
 
     def tightened(self, levels: dict[int, int]) -> dict[int, str]:
-        """The attention of each layer that has not the recipe's."""
+        """The attention of each layer whose attention is not the recipe's."""
         return self._limit(self.recipe.error_limit).by_layer(levels)
 
     def apply(self, levels: dict[int, int]) -> None:
-        """Let layers attend by the attention of their level wherever the model attends by the recipe's."""
+        """Use the attentions of the layers' levels wherever the model uses the recipe's attention."""
         self.model.replace_attention(self.recipe.attention, self.tightened(levels))
 
     def _limit(self, limit: float) -> ErrorLimit:
         return ErrorLimit.of(limit, self.recipe.attention, self.recipe.length)
 
     def _answers(self) -> dict[str, float]:
-        """Without kinds that no document has."""
-        of_rank = answer_losses(self.model, self.documents, self.world.sequence)
-        numbers = torch.stack([torch.stack([loss.double(), number.double()]) for loss, number in of_rank.values()])
-        of_all = self.world.mean(numbers).tolist()
-        return {name: summed / number for name, (summed, number) in zip(of_rank, of_all, strict=True) if number}
+        """The loss by kind, without kinds that no document has."""
+        losses = answer_losses(self.model, self.documents, self.world.sequence)
+        numbers = torch.stack([torch.stack([loss.double(), number.double()]) for loss, number in losses.values()])
+        means = self.world.mean(numbers).tolist()
+        return {name: summed / number for name, (summed, number) in zip(losses, means, strict=True) if number}
 
     def _mean(self, measures: dict[str, float]) -> dict[str, float]:
-        """Over all ranks."""
+        """The means over all ranks."""
         numbers = torch.tensor(list(measures.values()), device=self.world.device)
         return dict(zip(measures, self.world.mean(numbers).tolist(), strict=True))

@@ -1,7 +1,7 @@
 """Haystacks: files of source code as tokens, among which needles are hidden.
 
-The files of a corpus are cut out at its delimiters, and stand there as if they were of one repository: names of
-repositories and end marks are left out, for a model may have learnt that what is before an end mark is of no more use.
+The files of a corpus are cut out at its delimiters, and joined as if they were of one repository: names of repositories
+and end marks are left out, because a model may have learned to ignore what is before an end mark.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ class Haystack(Protocol):
 
     @property
     def source(self) -> str:
-        """In words."""
+        """Description of the source."""
 
     @property
     def tokens(self) -> int:
-        """Of all files."""
+        """Number of tokens of all files."""
 
     def __len__(self) -> int: ...
 
-    def read(self, file: int, most: int) -> Tokens:
-        """The first tokens of a file, at most so many: its delimiter and its path come first."""
+    def read(self, file: int, limit: int) -> Tokens:
+        """The first tokens of a file, at most `limit`: its delimiter and its path come first."""
 
 
 class CorpusHaystack:
-    """The files of one split of a corpus. Texts that have no files in them, as those of Dolma, are a file each."""
+    """The files of one split of a corpus. Texts without files, such as those of Dolma, are one file each."""
 
     def __init__(self, corpus: Corpus, split: str) -> None:
         self._corpus = corpus
@@ -53,7 +53,7 @@ class CorpusHaystack:
         self._streams = corpus.streams(split)
         bounds = [_file_bounds(corpus, stream) for stream in self._streams]
         self._bounds = np.concatenate([np.empty((0, 2), np.int64), *bounds])
-        self._ends = np.cumsum([len(of_stream) for of_stream in bounds], dtype=np.int64)
+        self._ends = np.cumsum([len(stream_bounds) for stream_bounds in bounds], dtype=np.int64)
         self.tokens = int((self._bounds[:, 1] - self._bounds[:, 0]).sum())
 
     @property
@@ -63,15 +63,15 @@ class CorpusHaystack:
     def __len__(self) -> int:
         return len(self._bounds)
 
-    def read(self, file: int, most: int) -> Tokens:
+    def read(self, file: int, limit: int) -> Tokens:
         stream = self._streams[int(np.searchsorted(self._ends, file, side="right"))]
         start, stop = map(int, self._bounds[file])
-        return self._corpus.tokens(stream, start, min(stop, start + most))
+        return self._corpus.tokens(stream, start, min(stop, start + limit))
 
 
 @dataclass(frozen=True)
 class TextHaystack:
-    """Files that are tokens already."""
+    """Files that are already encoded."""
 
     source: str
     files: tuple[Tokens, ...]
@@ -80,14 +80,14 @@ class TextHaystack:
     def encode(
         cls, tokenizer: Tokenizer, texts: Iterable[tuple[str, str]], *, enough: int, source: str
     ) -> TextHaystack:
-        """The (path, text) of files, as many as it takes for `enough` tokens. Delimiters in a text are plain text."""
+        """Encode (path, text) pairs until there are `enough` tokens. Delimiters in a text are plain text."""
         plain = for_plain_text(tokenizer)
         mark = tokenizer.encode(file_mark(tokenizer), add_special_tokens=False).ids
-        files, found = [], 0
+        files, total = [], 0
         for path, text in texts:
             files.append(np.array(mark + plain.encode(f"{path}\n{text}", add_special_tokens=False).ids, np.int64))
-            found += len(files[-1])
-            if found >= enough:
+            total += len(files[-1])
+            if total >= enough:
                 break
         return cls(source, tuple(files))
 
@@ -98,20 +98,20 @@ class TextHaystack:
     def __len__(self) -> int:
         return len(self.files)
 
-    def read(self, file: int, most: int) -> Tokens:
-        return self.files[file][:most]
+    def read(self, file: int, limit: int) -> Tokens:
+        return self.files[file][:limit]
 
 
 def file_mark(tokenizer: Tokenizer) -> str:
-    """What stands before the path of a file: the delimiter of a corpus, or a comment where there is none."""
+    """The text before the path of a file: the delimiter of a corpus, or a comment if there is none."""
     return "\n\n# " if tokenizer.token_to_id(FILE_MARK) is None else FILE_MARK
 
 
 def bury(haystack: Haystack, first: int, length: int, placed: Sequence[tuple[int, Tokens]]) -> Tokens:
-    """`length` tokens: each of `placed` where it says, in order, and files of the haystack between them.
+    """`length` tokens: those of `placed` at their positions, in order, and files of the haystack between them.
 
-    The files are those from number `first` on, and around. Each gap begins with a new one, and its last is cut to fit,
-    so every position is met exactly.
+    Files are taken cyclically from number `first` on. Each gap begins with a new file, and its last file is cut to
+    fit.
     """
     parts, done = [], 0
     numbers = (number % len(haystack) for number in itertools.count(first))
@@ -138,15 +138,15 @@ def _file_bounds(corpus: Corpus, stream: Stream) -> Tokens:
     """(files, 2): where each begins, with its delimiter, and where it ends."""
     tokenizer = read_tokenizer(corpus.folder)
     repository, file = tokenizer.token_to_id(REPOSITORY_MARK), tokenizer.token_to_id(FILE_MARK)
-    found: list[Tokens] = []
+    places: list[Tokens] = []
     kinds: list[Tokens] = []
     for start in range(0, stream.tokens, _SCANNED_AT_ONCE):
         tokens = corpus.tokens(stream, start, min(stream.tokens, start + _SCANNED_AT_ONCE))
-        here = np.flatnonzero(np.isin(tokens, np.array([repository, file, corpus.manifest.end])))
-        found.append(here + start)
-        kinds.append(tokens[here])
+        indices = np.flatnonzero(np.isin(tokens, np.array([repository, file, corpus.manifest.end])))
+        places.append(indices + start)
+        kinds.append(tokens[indices])
     # The stream begins as if an end mark were before it, and ends with one.
-    marks = np.concatenate([np.array([-1]), *found, np.array([stream.tokens])])
+    marks = np.concatenate([np.array([-1]), *places, np.array([stream.tokens])])
     kind = np.concatenate([np.array([corpus.manifest.end]), *kinds])
     starts = marks[:-1] + (kind != file)
     bounds = np.stack([starts, marks[1:]], axis=1)

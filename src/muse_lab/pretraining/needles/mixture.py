@@ -1,10 +1,10 @@
-"""Needle documents among the samples of a corpus, made for a model to learn retrieval from.
+"""Needle documents among the training samples, from which a model learns retrieval.
 
-Such a document is files of the training split, with definitions and questions among them that are two thirds of it. A
-file of questions asks for one needle most often, or for two or four, and the answers are learnt from as any other text
-is. How far back each is defined is drawn first, evenly on a logarithmic scale from 64 tokens to the whole document. A
-quarter of the documents are as in evaluation: their last tenth is questions, and definitions are anywhere before. The
-names and uids are none of those that evaluation draws.
+Such a document has files of the training split, and between them definitions and questions, which are two thirds of it.
+A file of questions asks mostly for one needle, sometimes for two or four, and its answers are trained on like any other
+text. The distance from a question to each definition is log-uniform, from 64 tokens to the whole document. A quarter of
+the documents are as in evaluation: questions in the last tenth, definitions anywhere before. Evaluation draws other
+names and uids.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _ASKED_AT_THE_END = 1 / 4
 _END = 1 / 10
 """Share of such a document that is questions."""
 _NEAREST = 64
-"""Tokens, about, from a definition to its question."""
+"""Smallest distance from a definition to its question, in tokens, approximately."""
 _PROBED = 8192
 """Minimum tokens of the documents on which a rank measures answers: at least a hundred of them are answers."""
 _ASKED_TOGETHER = {1: 6, 2: 1, 4: 1}
-"""Needles that a file asks for, and how often. A single call is always as far behind its import."""
+"""Numbers of needles that a file asks for, and their weights. A single call is always equally far from its import."""
 
 
 class _Event(NamedTuple):
@@ -44,13 +44,13 @@ class _Event(NamedTuple):
     """where it stands, as a share of the haystack"""
     tokens: Tokens
     needles: tuple[Needle, ...]
-    """that it defines or asks for"""
+    """needles that it defines or asks for"""
     answers: tuple[range, ...] = ()
     """where the uid of each is, if it asks for them"""
 
 
 class NeedleDocuments:
-    """Documents of `length + 1` tokens, and which samples of a run they take the place of."""
+    """Documents of `length + 1` tokens that replace some of the samples of a run."""
 
     def __init__(
         self,
@@ -64,8 +64,8 @@ class NeedleDocuments:
     ) -> None:
         """
         Args:
-            split: whose files they are among
-            purpose: `TRAINING` or `EVALUATION`: names and uids are for one of them
+            split: split of the files between the needles
+            purpose: `TRAINING` or `EVALUATION`, which have different names and uids
         """
         self._writer = NeedleWriter(read_tokenizer(corpus.folder))
         self._haystack = CorpusHaystack(corpus, split)
@@ -85,7 +85,7 @@ class NeedleDocuments:
             )
 
     def replaces(self, number: int) -> bool:
-        """Whether this sample of the run is a needle document: so is `share` of them, by chance."""
+        """Whether this sample of the run is a needle document, as a random `share` of them are."""
         mixed = hashlib.blake2b(f"{self._seed}/niah/{number}".encode(), digest_size=8).digest()
         return int.from_bytes(mixed, "little") < self._share * 2**64
 
@@ -94,8 +94,8 @@ class NeedleDocuments:
         return self.make_with_answers(number)[0]
 
     def make_with_answers(self, number: int) -> tuple[Tensor, Tensor]:
-        """A document, and (length + 1,) int64: of tokens of uids that must be looked up, those of imports, how many
-        tokens before them the definition of the needle begins; 0 of all others."""
+        """A document, and (length + 1,) int64: for tokens of imported uids, which must be looked up, the distance to
+        the beginning of the needle's definition; 0 for all other tokens."""
         rng = random.Random(f"{self._seed}/{self._purpose}/{self._length}/{number}")
         opening = self._writer.opening()
         events = sorted(self._events(rng), key=lambda event: event.point)
@@ -116,7 +116,7 @@ class NeedleDocuments:
         return torch.from_numpy(bury(self._haystack, first, self._length + 1, placed)), distances
 
     def make_probes(self, rank: int = 0, ranks: int = 1) -> list[tuple[Tensor, Tensor]]:
-        """Documents that are no samples of a run, with their answers: all ranks have as many."""
+        """Documents that are not samples of a run, with their answers; the same number on each rank."""
         number = math.ceil(_PROBED / self._length)
         return [self.make_with_answers(-1 - rank - ranks * index) for index in range(number)]
 
@@ -143,8 +143,8 @@ class NeedleDocuments:
             room = self._length * _FILLED
             costs = {size: tokens + size * self._definition for size, tokens in self._questions.items()}
         sizes: list[int] = []
-        while sum(sizes) + max(_ASKED_TOGETHER) <= self._writer.most:
-            fitting = [size for size, often in _ASKED_TOGETHER.items() if costs[size] <= room for _ in range(often)]
+        while sum(sizes) + max(_ASKED_TOGETHER) <= self._writer.limit:
+            fitting = [size for size, weight in _ASKED_TOGETHER.items() if costs[size] <= room for _ in range(weight)]
             if not fitting:
                 break
             sizes.append(rng.choice(fitting))
@@ -154,5 +154,5 @@ class NeedleDocuments:
         return [[next(needles) for _ in range(size)] for size in sizes]
 
     def _draw_distance(self, rng: random.Random) -> float:
-        """From a definition to its question, as a share of the document."""
+        """Distance from a definition to its question, as a share of the document."""
         return math.exp(rng.uniform(math.log(min(1.0, _NEAREST / self._length)), 0))

@@ -6,10 +6,10 @@ Nine buckets are tenths of the context, named by their middles, 0.05 to 0.85; th
 definition lies within its bucket as a whole.
 
     single             one definition, one question
-    multi-key-2, -4    so many other definitions too, in other buckets
-    multi-query-2, -4  so many definitions, in different buckets, one question after another
+    multi-key-2, -4    two or four other definitions too, in other buckets
+    multi-query-2, -4  two or four definitions, in different buckets, and a question for each
 
-The paper does not print its prompt: this one is ours.
+The paper does not show its prompt: this one is ours.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 BUCKETS = 9
 CANDIDATES = 8
-"""Uids that the right one is compared with, itself among them: those of the prompt, and others of the same form."""
+"""Uids to choose from: the right one, others of the prompt, and decoys of the same form."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Sample:
 
     @property
     def prompt(self) -> Tokens:
-        """Until the first uid."""
+        """The tokens before the first answer."""
         return self.tokens[: self.questions[0].answer.start]
 
 
@@ -109,7 +109,7 @@ class NeedleSamples:
                 return sample
 
     def shortest(self, kind: str) -> int:
-        """The length whose tenths, cut to whole tokens, have room for any definition and for all questions."""
+        """The shortest length whose tenths have room for any definition and for all questions."""
         longest = self._writer.longest
         definition = len(self._opening) + len(self._writer.definition(longest))
         questions = self._writer.questions([longest] * KINDS[kind].asked).answers[-1].stop
@@ -118,9 +118,9 @@ class NeedleSamples:
     def _draw(self, rng: random.Random, kind: str, length: int, bucket: int, number: int) -> Sample:
         asked, distractors = KINDS[kind].asked, KINDS[kind].distractors
         needles = self._writer.draw(rng, EVALUATION, asked + distractors)
-        others = rng.sample([other for other in range(BUCKETS) if other != bucket], len(needles) - 1)
+        other_buckets = rng.sample([number for number in range(BUCKETS) if number != bucket], len(needles) - 1)
         placed = []
-        for needle, own in zip(needles, [bucket, *others], strict=True):
+        for needle, own in zip(needles, [bucket, *other_buckets], strict=True):
             definition = self._writer.definition(needle)
             placed.append((self._place(rng, length, own, len(definition)), definition, own))
         order = rng.sample(range(asked), asked)
@@ -142,7 +142,7 @@ class NeedleSamples:
         return Sample(kind, bucket, number, tokens, questions, tuple(needles[asked:]))
 
     def _place(self, rng: random.Random, length: int, bucket: int, size: int) -> int:
-        """Anywhere in the bucket where the whole of a definition is inside it."""
+        """A random position at which a definition lies within the bucket."""
         lowest = max(-(-bucket * length // 10), len(self._opening))
         highest = (bucket + 1) * length // 10 - size
         return rng.randint(lowest, highest)
@@ -164,7 +164,7 @@ def depth_of(bucket: int) -> float:
 
 
 def _is_unambiguous(sample: Sample) -> bool:
-    """Whether the uid of each question is in its definition and its answer alone, and decoys are nowhere."""
+    """Whether each uid occurs only in its definition and its answer, and decoys do not occur."""
     defined = len(sample.questions) + len(sample.distractors)
     for question in sample.questions:
         counts = [occurrences(sample.tokens, candidate) for candidate in question.candidates]

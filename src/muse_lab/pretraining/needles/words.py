@@ -1,4 +1,4 @@
-"""Words that the names of needles are made of: those that are one token each, where a tokenizer has enough of them.
+"""Words of the names of needles: those that are one token each, if a tokenizer has enough of them.
 
 A name is a key. If its last word is one token, and in no other name of the document, then that token says which uid
 comes next.
@@ -12,11 +12,11 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 ENOUGH = 100
-"""Words of one token: with fewer, names would be too few."""
+"""Minimum number of words of one token: fewer make too few names."""
 
 
 def words_for(tokenizer: Tokenizer) -> tuple[str, ...]:
-    """Those of one token, with a space before them and without; if they are few, longer ones like `amber` instead."""
+    """Words of one token, with and without a space before them; if they are too few, words like `amber` instead."""
     plain = tuple(_PLAIN.split())
     words = (*plain, *_OF_PROGRAMMERS.split())
     for before in ("", " "):

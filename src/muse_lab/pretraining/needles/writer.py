@@ -13,11 +13,11 @@ The words are the key, the uid is the value: a model that has read the first fil
 and no other can. The token before a uid is the last one of a word, not an underscore that stands before every uid: a
 model that looks up what came after the same token before has the answer, if words are one token, each in one name.
 
-A uid is eight decimal digits between a letter and what is no digit. Tokenizers keep digits apart from both, so a prompt
-that ends before the uid has the tokens it would have in one text with it; a tokenizer that does otherwise is refused.
-Every text is encoded as a whole, and cut at the uid. All uids are split into tokens at the same places.
+A uid is eight decimal digits between a letter and a character that is no digit. Tokenizers split digits from both, so a
+prompt that ends before the uid has the same tokens as in the text with it; other tokenizers are refused. Every text is
+encoded as a whole, and cut at the uid. All uids are split into tokens at the same places.
 
-Names and uids are either for training or for evaluation, by a hash of theirs: none is for both.
+Each name and uid is either for training or for evaluation, by its hash.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ TRAINING, EVALUATION = "training", "evaluation"
 PACKAGE = "toolbox"
 
 VERSION = 2
-"""Of these texts: what was measured with others cannot be continued."""
+"""Version of these texts: results with another version cannot be continued."""
 
 _DIGITS = 8
 _LETTER = "x"
 """Stands before a uid, as the last one of a name does."""
 _UIDS_LOOKED_AT = 2048
-"""To find how a tokenizer splits most uids."""
+"""Uids sampled to find how a tokenizer splits most uids."""
 _TRIES = 64
-"""To find a uid with one first token, before the next one is taken."""
+"""Attempts to find a uid with a given first token."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class NeedleWriter:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self.words = words_for(tokenizer)
-        self.most = len(self.words) * (len(self.words) - 1) // 4
+        self.limit = len(self.words) * (len(self.words) - 1) // 4
         """needles that can be drawn at once: half of the names there are for each purpose"""
         self._pieces = self._find_pieces(random.Random(0))
         self.tokens_per_uid = len(self._pieces)
@@ -92,9 +92,9 @@ class NeedleWriter:
     def draw(self, rng: random.Random, purpose: str, number: int) -> list[Needle]:
         """`number` needles with different names and uids. While there are enough words, none is in two names.
 
-        Those of another `purpose` are never drawn.
+        Needles of another `purpose` are never drawn.
         """
-        assert number <= self.most, "there are not as many names"
+        assert number <= self.limit, "there are not as many names"
         uids = self.draw_uids(rng, purpose, number)
         names: dict[str, None] = {}
         deck: list[str] = []
@@ -112,22 +112,22 @@ class NeedleWriter:
 
     def draw_uids(self, rng: random.Random, purpose: str, number: int, *, but: Collection[str] = ()) -> list[str]:
         """`number` different uids, none of them in `but`. First tokens differ while there are enough."""
-        found: dict[str, None] = {}
+        uids: dict[str, None] = {}
         firsts: list[_Piece] = []
-        while len(found) < number:
+        while len(uids) < number:
             if not firsts:
                 firsts = rng.sample(self._pieces[0], len(self._pieces[0]))
             first = firsts.pop()
-            for _ in range(_TRIES):  # what is put together from pieces may be split into others
+            for _ in range(_TRIES):  # a tokenizer may split the joined pieces differently
                 pieces = (first, *map(rng.choice, self._pieces[1:]))
                 uid = "".join(piece.text for piece in pieces)
-                if uid not in found and uid not in but and _is_for(purpose, uid) and self._is_split_into(uid, pieces):
-                    found[uid] = None
+                if uid not in uids and uid not in but and _is_for(purpose, uid) and self._is_split_into(uid, pieces):
+                    uids[uid] = None
                     break
-        return list(found)
+        return list(uids)
 
     def opening(self) -> Tokens:
-        """How a repository begins; nothing where the tokenizer has no such delimiter."""
+        """The beginning of a repository; empty if the tokenizer has no such delimiter."""
         has_mark = self._tokenizer.token_to_id(REPOSITORY_MARK) is not None
         return _array(self._encode(f"{REPOSITORY_MARK}{PACKAGE}" if has_mark else ""))
 
@@ -152,12 +152,12 @@ class NeedleWriter:
         return Questions(_array(encoding.ids), tuple(_span(encoding.offsets, *place) for place in places))
 
     def uid(self, needle: Needle) -> Tokens:
-        """As it is in a question."""
+        """Its tokens, as in a question."""
         asked = self.questions([needle])
         return asked.tokens[asked.answers[0].start : asked.answers[0].stop]
 
     def _find_pieces(self, rng: random.Random) -> tuple[tuple[_Piece, ...], ...]:
-        """What the first token of a uid may be, the second, and so on, in the split that most uids have."""
+        """The possible tokens at each place of a uid, in the split that most uids have."""
         splits = collections.defaultdict(list)
         for _ in range(_UIDS_LOOKED_AT):
             text = f"{_LETTER}{rng.randrange(10 ** (_DIGITS - 1), 10**_DIGITS)}"
@@ -169,8 +169,8 @@ class NeedleWriter:
                 for token, (start, stop) in zip(tokens, places, strict=True)
             ]
             splits[tuple(places)].append(pieces)
-        alike = max(splits.values(), key=len)
-        return tuple(tuple(sorted(set(place))) for place in zip(*alike, strict=True))
+        most_frequent = max(splits.values(), key=len)
+        return tuple(tuple(sorted(set(place))) for place in zip(*most_frequent, strict=True))
 
     def _is_split_into(self, uid: str, pieces: Sequence[_Piece]) -> bool:
         return self._encode(_LETTER + uid)[-len(pieces) :] == [piece.token for piece in pieces]

@@ -2,7 +2,7 @@
 
     muse train out/corpus --continue-from out/muse attention=exact tokens=26M --output out/muse-26M
 
-The recipe of the new run is that of the finished one with `further_steps`: updates behind its schedule, at the final
+The recipe of the new run is that of the finished one with `further_steps`: updates after its schedule, at the final
 learning rate. The paper fine-tunes in this way, and does not say at which rate: the cosine has ended there, and as both
 moments of AdamW are kept, nothing has to warm up again. The folder of the new run begins with the last checkpoint and
 the metrics of the finished one, which is left as it is. A run whose recipe has the same `further_steps` from the
@@ -34,10 +34,10 @@ _UNITS = {"M": 10**6, "B": 10**9}
 
 
 def further_recipe(run: Path, changes: Iterable[str]) -> Recipe:
-    """The recipe of a finished run with further updates; a ValueError if it cannot be continued so.
+    """The recipe of a finished run with further updates; raises ValueError if it cannot be continued like this.
 
     Args:
-        changes: `attention=`, `tokens=` or `steps=`, and fields that do not change what is learnt, as `key=value`
+        changes: `attention=`, `tokens=` or `steps=`, and fields that do not change what is learned, as `key=value`
     """
     before = run_recipe(run)
     _check_finished(run, before)
@@ -69,7 +69,7 @@ def further_recipe(run: Path, changes: Iterable[str]) -> Recipe:
 def begin_with_finished(run: Path, output: Path, recipe: Recipe, corpus: Corpus, world: World) -> None:
     """Put the last checkpoint and the metrics of a finished run into the folder of the run that continues it.
 
-    Nothing is done where that has a checkpoint already. Collective: every rank must call it.
+    Does nothing if that folder has a checkpoint already. Collective: every rank must call it.
     """
     world.let_first(lambda: _copy_state(run, output, recipe, corpus), f"begin with the run in {run}")
 
@@ -87,7 +87,7 @@ def _copy_state(run: Path, output: Path, recipe: Recipe, corpus: Corpus) -> None
 
 
 def open_last(run: Path, corpus: Corpus) -> checkpoints.Checkpoint:
-    """The last checkpoint of a finished run; a ValueError unless it is whole, and of this corpus."""
+    """The last checkpoint of a finished run; raises ValueError unless it is whole, and of this corpus."""
     recipe = run_recipe(run)
     return open_checkpoint(run, recipe.updates, recipe, corpus)
 

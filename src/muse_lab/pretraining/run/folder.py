@@ -1,4 +1,4 @@
-"""The folder of a training run: its files, what may be done there, and the lock on it.
+"""The folder of a training run: its files, the checks on them, and the lock on it.
 
     run.json         recipe and corpus, written first
     checkpoints/     see the package `checkpoints`
@@ -64,10 +64,10 @@ def claimed(output: Path, world: World, *, overwrite: bool = False) -> Iterator[
 
 
 def _remove_run(output: Path) -> None:
-    """Nothing but what a run writes, and only where there is one."""
+    """Remove the files that a run writes, if there is a run."""
     if not has_run(output):
         return
-    _read_run(output)  # a file of something else is left alone
+    _read_run(output)  # raises for a file of something else, which is left alone
     for folder in _FOLDERS:
         remove_folder(output / folder)
     with errors_naming(output):
@@ -77,7 +77,7 @@ def _remove_run(output: Path) -> None:
 
 
 def _check_no_links(output: Path) -> None:
-    """Nothing is written, or removed, outside of the folder."""
+    """Raise ValueError for links, so that nothing outside of the folder is written or removed."""
     for path in (output / name for name in _FOLDERS):
         if path.is_symlink():
             raise ValueError(f"{path} is a link, and is not followed; put the folder in its place, or link {output}")
@@ -93,7 +93,7 @@ def has_run(output: Path) -> bool:
 
 
 def has_learnt(output: Path) -> bool:
-    """Whether there is anything of a run in a folder that another one must not overwrite."""
+    """Whether a folder has checkpoints or a model, which another run must not overwrite."""
     return bool(checkpoints.steps_in(output / CHECKPOINTS)) or (output / MODEL).exists()
 
 
@@ -108,7 +108,7 @@ def run_corpus(output: Path) -> str:
 
 
 def run_device(output: Path) -> str:
-    """Where the run in a folder trains, cpu or cuda."""
+    """The device on which the run in a folder trains, cpu or cuda."""
     return str(_read_run(output).get("device"))
 
 
@@ -117,7 +117,7 @@ def write_run(output: Path, about: dict[str, Any]) -> None:
 
 
 def with_full_name(recipe: Recipe) -> Recipe:
-    """With the full name of the attention, for `run.json` to say what ran."""
+    """The recipe with full names of its attentions, so that `run.json` says what ran."""
     name = full_name(recipe.attention, recipe.length)
     further = recipe.further_attention and full_name(recipe.further_attention, recipe.length)
     return dataclasses.replace(recipe, attention=name, further_attention=further)
@@ -135,7 +135,7 @@ def find_checkpoint(
     """The checkpoint from which the run in a folder continues; None to start from the beginning.
 
     Args:
-        falls_back: leave the newest good one out, if there is another
+        falls_back: leave out the newest good one, if there is another
         world: ranks that share the work of verifying. Collective: every rank must call it.
     """
     if has_run(output):
@@ -160,10 +160,10 @@ def latest_checkpoint(
     before: int | None = None,
     world: World | None = None,
 ) -> checkpoints.Checkpoint | None:
-    """The newest good checkpoint of the run in a folder, or None; `on_refused` hears of each that is not good.
+    """The newest good checkpoint of the run in a folder, or None; `on_refused` is told why others are not good.
 
     Args:
-        before: a step, for one that is older
+        before: only checkpoints before this step
         world: ranks that share the work of verifying. Collective: every rank must call it.
     """
     check = functools.partial(_check_is_of, recipe=recipe, corpus=corpus)
@@ -171,12 +171,12 @@ def latest_checkpoint(
 
 
 def state_of(checkpoint: checkpoints.Checkpoint | None) -> RunState:
-    """That of a run which continues from a checkpoint, or begins; a ValueError if it cannot be read."""
+    """The state of a run that continues from a checkpoint, or begins; raises ValueError if it cannot be read."""
     return RunState() if checkpoint is None else read_state(checkpoint.about.get("state", {}))
 
 
 def open_checkpoint(output: Path, step: int, recipe: Recipe, corpus: Corpus) -> checkpoints.Checkpoint:
-    """One of the run in a folder; a CheckpointError if it is not good."""
+    """The checkpoint of a step of the run in a folder; raises CheckpointError if it is not good."""
     checkpoint = checkpoints.verify(output / CHECKPOINTS, step)
     _check_is_of(checkpoint, recipe, corpus)
     return checkpoint
@@ -189,7 +189,7 @@ def describe_run(
     checkpoint: checkpoints.Checkpoint | None,
     device: torch.device,
 ) -> dict[str, Any]:
-    """What `run.json` and every checkpoint say of a run that begins with some weights, or goes on from a checkpoint."""
+    """The record in `run.json` and every checkpoint of a run that begins with some weights, or with a checkpoint."""
     return {
         "recipe": dataclasses.asdict(recipe),
         "corpus": corpus.fingerprint,
@@ -221,12 +221,12 @@ def describe_changes(checkpoint: checkpoints.Checkpoint, about: dict[str, Any], 
 def describe_last_good(folder: Path) -> str:
     """The newest checkpoint that is whole, in words."""
     try:
-        found = checkpoints.latest_good(folder, lambda message: None)
+        checkpoint = checkpoints.latest_good(folder, lambda message: None)
     except CheckpointError as error:
         return str(error)
     except OSError as error:
         return f"the checkpoints in {folder} cannot be read: {error.strerror}"
-    return "there is no checkpoint yet" if found is None else f"the last good checkpoint is {found.folder}"
+    return "there is no checkpoint yet" if checkpoint is None else f"the last good checkpoint is {checkpoint.folder}"
 
 
 def _read_run(output: Path) -> dict[str, Any]:
@@ -257,7 +257,7 @@ def _recipe_of(document: dict[str, Any], where: Path) -> Recipe:
 
 
 def _check_is_of(checkpoint: checkpoints.Checkpoint, recipe: Recipe, corpus: Corpus) -> None:
-    """A ValueError for the checkpoint of another run, a CheckpointError for one that this run cannot have written."""
+    """Raise ValueError for a checkpoint of another run, CheckpointError for one that this run cannot have written."""
     about, folder = checkpoint.about, checkpoint.folder
     try:
         _recipe_of(about, folder)
@@ -279,7 +279,7 @@ def _check_is_of(checkpoint: checkpoints.Checkpoint, recipe: Recipe, corpus: Cor
 
 
 def _check_same(document: dict[str, Any], where: Path, recipe: Recipe, corpus: Corpus) -> None:
-    """Whether what `describe_run` gave is of this recipe and corpus."""
+    """Raise ValueError unless a record by `describe_run` is of this recipe and corpus."""
     before = _recipe_of(document, where)
     for name in differences(before, recipe):
         raise ValueError(

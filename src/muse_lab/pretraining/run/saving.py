@@ -1,12 +1,12 @@
 """When and how a run is saved: its checkpoints, by updates, by time and on request, written by all ranks together.
 
 Checkpoints after every `checkpoint_every` updates are regular, and the newest `keep` of them are kept. All others are
-there for a run to go on from, and are removed when a newer checkpoint is on disk.
+there to resume from, and are removed when a newer checkpoint is on disk.
 
 The state is copied to host memory, and written by a thread while training goes on. There is one write at a time: the
-next one waits for it, and so does the end of the run. The thread is ours and not that of `async_save` of
-torch.distributed.checkpoint, for the manifest, the rename and the removal of older checkpoints belong to it, and one
-process has it too, without any process group.
+next one waits for it, and so does the end of the run. The thread is our own instead of `async_save` of
+torch.distributed.checkpoint, because it also writes the manifest, renames, and removes older checkpoints, and because
+one process needs it without a process group.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ _MARGIN = 2**20
 
 @dataclass
 class Saver:
-    """As a context, it ends with no write in flight, but for a run that was stopped by a second signal."""
+    """As a context manager, it waits for the write in flight, unless a second signal stopped the run."""
 
     folder: Path
     """of the checkpoints"""
     about: dict[str, Any]
-    """what each of them says of the run"""
+    """record of the run in each of them"""
     recipe: Recipe
     world: World
     metrics: Metrics | None
@@ -63,7 +63,7 @@ class Saver:
         """Collective: every rank must call it."""
         self._saved_at = time.monotonic()
         self._in_flight: _BackgroundTask | None = None
-        # Of its own: the thread exchanges plans while the run exchanges gradients.
+        # A separate group: the thread exchanges plans while the run exchanges gradients.
         self._group = None if self.world.mesh is None else dist.new_group(backend="gloo")
 
     def is_due(self) -> bool:
@@ -72,14 +72,14 @@ class Saver:
         return self.world.is_first and minutes > 0 and time.monotonic() - self._saved_at >= 60 * minutes
 
     def has_failed(self) -> bool:
-        """Whether the write in flight has."""
+        """Whether the write in flight has failed."""
         return self._in_flight is not None and self._in_flight.has_failed
 
     def check_room(self, parameters: int) -> None:
         """Raise an OSError if there is no room for one checkpoint. Collective: every rank must call it.
 
         Args:
-            parameters: of the whole model; each has a weight and two moments in float32
+            parameters: number of them in the whole model; each has a weight and two moments in float32
         """
         try:
             self.world.let_first(lambda: _check_room(self.folder, 3 * 4 * parameters), "write a checkpoint")
@@ -89,10 +89,10 @@ class Saver:
     def save(self, step: int, tensors: Mapping[str, Tensor], state: RunState, *, until_next: bool = False) -> None:
         """Copy the state and begin to write a checkpoint of it. Collective: every rank must call it.
 
-        Raises what the write before it raised.
+        Raises the error of the previous write, if it failed.
 
         Args:
-            tensors: all that was learnt, sharded or not
+            tensors: weights and moments, sharded or not
             until_next: remove it when there is a newer one
         """
         self.wait()
@@ -133,13 +133,13 @@ class Saver:
         if error is None:
             self.wait()
         elif not isinstance(error, Stopped) and self._in_flight is not None:
-            # What ends the run is said, and not what else went wrong. A rank that is gone may never write its part.
+            # The error that ends the run is reported, not that of a write. A lost rank may never write its part.
             self._in_flight.wait(None if self._group is None else _PATIENCE)
 
     def _prepare(
         self, step: int, tensors: Mapping[str, Tensor], about: dict[str, Any], size: int
     ) -> Callable[[], None]:
-        """Copy the tensors, and return what writes them."""
+        """Copy the tensors, and return a function that writes them."""
         folder = self.folder
 
         def begin() -> None:
@@ -185,14 +185,14 @@ class Saver:
         return write_or_clear
 
     def _as_own(self, error: BaseException) -> BaseException:
-        """Of an error on several ranks, that of this one."""
+        """The error of this rank, if several ranks have one."""
         if self._group is None:
             return error
         from torch.distributed.checkpoint.api import CheckpointException
 
         if isinstance(error, CheckpointException):
-            of_rank = error.failures.get(self.world.rank)
-            return self._describe_failure_elsewhere() if of_rank is None else of_rank[0]
+            own = error.failures.get(self.world.rank)
+            return self._describe_failure_elsewhere() if own is None else own[0]
         if is_of_lost_rank(error):
             return TrainingError(f"another rank is gone; {describe_last_good(self.folder)}; resume the run")
         return error
@@ -202,7 +202,7 @@ class Saver:
 
 
 class _BackgroundTask:
-    """Done while the run goes on. Its thread ends with the process: what it writes is whole or absent."""
+    """A task that runs while training goes on. Its thread ends with the process: what it writes is whole or absent."""
 
     def __init__(self, action: Callable[[], None], name: str) -> None:
         self._error: BaseException | None = None
@@ -214,12 +214,12 @@ class _BackgroundTask:
         return self._error is not None
 
     def wait(self, seconds: float | None = None) -> BaseException | None:
-        """Return when it is done, with the error that it raised, or after so many seconds."""
+        """Return the error that it raised when it is done, or after `seconds`."""
         self._thread.join(seconds)
         return self._error
 
     def _run(self, action: Callable[[], None]) -> None:
-        """What the action holds, as copies of tensors, is freed with the thread."""
+        """What the action holds, such as copies of tensors, is freed with the thread."""
         try:
             action()
         except BaseException as error:  # torch.distributed.checkpoint raises one that is no Exception
@@ -241,14 +241,14 @@ def _describe_room(folder: Path, size: int) -> str:
 
 
 def _free(folder: Path) -> int:
-    """On the disk that a folder is on, or will be."""
+    """Free bytes on the disk of a folder, which need not exist yet."""
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     return shutil.disk_usage(folder).free
 
 
 def _format(size: int) -> str:
-    for unit, bytes_of in (("GB", 10**9), ("MB", 10**6)):
-        if size >= bytes_of:
-            return f"{size / bytes_of:.1f} {unit}"
+    for unit, unit_bytes in (("GB", 10**9), ("MB", 10**6)):
+        if size >= unit_bytes:
+            return f"{size / unit_bytes:.1f} {unit}"
     return f"{size:,} bytes"

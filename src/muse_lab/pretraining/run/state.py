@@ -1,8 +1,8 @@
-"""What the decisions of a run depend on, beside weights and moments, and which updates are skipped by it.
+"""The state of a run beside weights and moments, and the updates that are skipped.
 
-The state is part of every checkpoint. A run in which nothing went wrong has none of it, and its checkpoints say nothing
-of it. Skipped are updates whose loss or gradient is not finite, or far above what it was of late. A decision depends on
-the loss, the norm of the gradients and the state, which all ranks have: a run that goes on decides as before.
+The state is part of every checkpoint, unless nothing went wrong so far. An update is skipped if its loss or gradient is
+not finite, or far above its recent values. A decision depends on the loss, the norm of the gradients and the state,
+which all ranks have: a resumed run decides as before.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from typing import Any
 from muse_lab.records.dataclass_json import from_json
 
 WINDOW = 128
-"""Updates that a loss and a norm are compared with."""
+"""Recent updates that a loss and a norm are compared with."""
 FEWEST = 32
-"""Before there are so many, nothing is an outlier."""
+"""Minimum number of recent updates before one can be an outlier."""
 
 
 @dataclass(frozen=True)
 class RunState:
     skipped: int = 0
-    """updates that were left out"""
+    """number of skipped updates"""
     recent: tuple[tuple[float, float], ...] = ()
-    """loss and gradient norm of the last updates whose were finite, where outliers are looked for"""
+    """loss and gradient norm of the last updates in which both were finite, if outliers are skipped"""
     levels: dict[int, int] = field(default_factory=dict)
     """of the layers whose attention is tighter than the recipe's, by layer, from 1 on"""
 
     def to_document(self) -> dict[str, Any]:
-        """Without what is as at the beginning of a run."""
+        """The state for a checkpoint, without fields that are as at the beginning of a run."""
         return {name: value for name, value in dataclasses.asdict(self).items() if value}
 
 
 def read_state(document: Any) -> RunState:
-    """From what `to_document` gave, by way of finite JSON; a ValueError if it is something else."""
+    """The state from what `to_document` returned, after finite JSON; raises ValueError for anything else."""
     try:
         state: RunState = from_json(RunState, document)
         if state.skipped < 0 or any(level < 1 for level in state.levels.values()) or document.keys() - vars(state):
@@ -50,7 +50,7 @@ def why_skipped(loss: float, norm: float, state: RunState, sigma: float) -> str 
     """Why an update is to be skipped, in words; None if it is not.
 
     Args:
-        sigma: standard deviations above the mean of the last updates that are too many; 0 for no limit
+        sigma: largest number of standard deviations above the mean of the last updates; 0 for no limit
     """
     for what, value in (("loss", loss), ("gradient", norm)):
         if not math.isfinite(value):
@@ -67,7 +67,7 @@ def why_skipped(loss: float, norm: float, state: RunState, sigma: float) -> str 
 
 
 def after_update(state: RunState, loss: float, norm: float, *, is_skipped: bool, sigma: float) -> RunState:
-    """The state behind an update that was made or skipped. An outlier counts: a new level is no outlier for long."""
+    """The state after an update that was made or skipped. It counts outliers, so a new level is soon none."""
     recent = state.recent
     if sigma and math.isfinite(loss) and math.isfinite(norm):
         recent = (*recent, (loss, norm))[-WINDOW:]

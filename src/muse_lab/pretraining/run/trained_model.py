@@ -9,7 +9,7 @@ from safetensors.torch import save
 from muse_lab.pretraining.initial_model import WEIGHTS
 from muse_lab.pretraining.model.configuration import DecoderConfig
 from muse_lab.pretraining.model.decoder import DecoderForCausalLM
-from muse_lab.pretraining.parallel import World, whole
+from muse_lab.pretraining.parallel import World, full_tensor
 from muse_lab.pretraining.recipes import Recipe
 from muse_lab.pretraining.run.folder import MODEL
 from muse_lab.records.files import errors_naming, new_folder, remove_tree, replace_file, replace_folder
@@ -23,10 +23,10 @@ def write_model(
     output: Path,
     world: World,
 ) -> Path:
-    """With the attention of the last step. All ranks give their weights, and the first one writes."""
+    """Write a model with the attention of the last step. All ranks give their weights, and the first one writes."""
     weights = {}
     for name, parameter in model.named_parameters():
-        weight = whole(parameter).detach()
+        weight = full_tensor(parameter).detach()
         if world.is_first:
             weights[name] = weight.cpu()
     folder, unfinished = output / MODEL, output / f"{MODEL}.tmp"
