@@ -14,7 +14,7 @@ from muse_lab.evaluation.loss.curves import (
 from muse_lab.evaluation.loss.endings import changes, replaced
 from muse_lab.evaluation.loss.positions import LossResults
 from muse_lab.evaluation.means import Mean
-from muse_lab.records.attention_names import EXACT, in_words, short_names
+from muse_lab.records.attention_names import EXACT, in_words, recorded_config, short_names
 from muse_lab.report.markup import csv_text
 from muse_lab.report.plots import BLACK, SIZES, Axis, Line, line_figure
 from muse_lab.report.provenance import count, names_table, provenance_of
@@ -95,8 +95,14 @@ def loss_report(results: LossResults, file_name: str) -> Report:
     )
 
 
+def has_leak(attention: str) -> bool:
+    """Whether a later token can change an earlier output: MuSe without a tolerance."""
+    config = recorded_config(attention)
+    return config is not None and config.tolerance is None
+
+
 def summary_table(results: LossResults) -> Table:
-    """Of every attention: mean loss, gap to exact, and gap from the last power of two on."""
+    """A row for every attention: mean loss, gap to exact, and gap from the last power of two on."""
     last, names = binned(results, EXACT)[-1], short_names(results.whole)
     late = number(f"gap from position {format_size(last.first)} on", _LATE_GAP)
     return Table.of(
