@@ -18,7 +18,7 @@ OWN_BLOCK, OTHER = "own block", "other"
 _FUSED_ATTENTION = ("cudnn", "flash", "fmha")
 """One of these is in the name of every kernel of a fused exact attention."""
 STAGES = (OWN_BLOCK, *stages.STAGES, OTHER)
-"""In the order of the method."""
+"""The stages, in the order of the method."""
 
 
 def measure_stages(attention: AttentionCall, workload: Workload) -> dict[str, float] | None:

@@ -127,5 +127,5 @@ class _Run:
 
 
 def _has_same_memory(shape: Shape, other: Shape) -> bool:
-    """On a CPU, memory is that of one head, however many there are."""
+    """On a CPU, memory is measured for one head, however many there are."""
     return (shape.length, shape.head_dim) == (other.length, other.head_dim)

@@ -319,7 +319,7 @@ def _samples(captures: Captures) -> list[tuple[Tensor, Tensor, Tensor]]:
 
 
 def _look_up(captures: Captures, attention: str) -> Found | None:
-    """None for attentions without a selection, and for captures without lookups."""
+    """The weight on lookups; None for attentions without a selection, and for captures without lookups."""
     if config_at(attention) is None:
         return None
     weight, found, exact = 0.0, 0.0, 0.0

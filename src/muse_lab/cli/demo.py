@@ -42,7 +42,7 @@ from muse_lab.pretraining.schedule import EXACT
 from muse_lab.records.earlier_results import REMEDY, check_same, find_earlier
 
 _MINUTES = 5
-"""On two idle cores."""
+"""Duration on two idle cores."""
 _LENGTH = 32 * 1024
 _HEADS = {"cpu": 2, "cuda": 8}
 """On a CPU, exact attention of one head leaves a second core idle."""

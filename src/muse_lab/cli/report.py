@@ -139,7 +139,7 @@ def _files(paths: list[Path]) -> Iterator[Path]:
 
 
 def _find_kind(path: Path) -> _Kind | None:
-    """None for other JSON files, such as data and recipes; raises ValueError for results that cannot be read."""
+    """The kind of a file of results; None for other JSON. Raises ValueError for results that cannot be read."""
     try:
         text = read_regular(path).decode(errors="replace")
     except OSError as error:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _FINGERPRINT_WEIGHTS = 64
-"""Of every tensor of a model, in its fingerprint."""
+"""Weights of every tensor that are in the fingerprint of a model."""
 
 
 @dataclass(frozen=True)

@@ -50,9 +50,9 @@ def check_replaceable(files: Iterable[Path]) -> None:
 
     Pages of reports have a section on provenance. Data and pictures belong to the pages beside them.
     """
-    there = [file for file in files if os.path.lexists(file)]
-    pages = [file for file in there if file.suffix in _SIGNS]
-    foreign = [file for file in pages if not _has_sign(file)] if pages else there
+    existing = [file for file in files if os.path.lexists(file)]
+    pages = [file for file in existing if file.suffix in _SIGNS]
+    foreign = [file for file in pages if not _has_sign(file)] if pages else existing
     for file in foreign:
         raise FileExistsError(errno.EEXIST, "it is there already, and not of a report; move it away", str(file))
 

@@ -38,7 +38,7 @@ SIZES = ("#9ECAE1", "#6BAED6", "#3182BD", "#08306B", "#D55E00", "#E69F00", "#009
 
 _FONT_SIZE = 9
 _COLOURS = 128
-"""Of a picture, including the shades between a line and the background."""
+"""Colours of a picture, including the shades between a line and the background."""
 _PANEL = (4.8, 3.5)
 """Inches."""
 _MOST_NUMBERS = 8

@@ -138,7 +138,7 @@ class Card:
 
 @dataclass(frozen=True)
 class Provenance:
-    """Where the numbers come from: folded away in HTML, the end of Markdown."""
+    """Where the numbers come from: folded in HTML, at the end in Markdown."""
 
     facts: Sequence[str] = ()
     commands: Sequence[str] = ()

@@ -16,7 +16,7 @@ from muse_lab.records.attention_names import recorded_config
 SHORTEST = 64
 """Smallest number of tokens to which a curve can be fitted."""
 _FIRST_POSITION = 32
-"""Where curves begin: earlier positions depend on how a text begins."""
+"""The first position of a curve: earlier ones depend on how a text begins."""
 _POINTS = 200
 """Largest number of points of a curve, evenly spaced on a log axis."""
 
@@ -55,7 +55,7 @@ def bins_of(by_position: Tensor) -> list[Bin]:
 
 
 def fit_exact(results: LossResults) -> Decay:
-    """How exact attention's cumulative mean falls from position 32 on. Its irreducible loss is used for all curves."""
+    """A fit to exact attention's cumulative mean from position 32 on. Its irreducible loss is used for all curves."""
     curve = cumulative_mean(results, "exact")
     return Decay.fit([(position, float(curve[position - 1])) for position in _spaced(len(curve))])
 
@@ -67,7 +67,7 @@ def reducible_curve(results: LossResults, attention: str, irreducible: float) ->
 
 
 def ratios_per_doubling(results: LossResults) -> list[float | None]:
-    """By how much the gap shrinks from an attention to the one with twice its query, key and retrieved clusters.
+    """Factors by which the gap shrinks from an attention to the one with twice its query, key and retrieved clusters.
 
     One ratio for every such pair, by clusters; None unless both gaps are positive.
     """

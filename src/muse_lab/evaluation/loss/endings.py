@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class Change(NamedTuple):
-    """What another ending changes, averaged over samples."""
+    """The effect of another ending, averaged over samples."""
 
     positions: tuple[int, int]
     """the first and the last"""
