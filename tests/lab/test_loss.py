@@ -23,7 +23,7 @@ from muse_lab.evaluation.fidelity.presets import find_presets
 from muse_lab.evaluation.fits import Decay, PowerLaw
 from muse_lab.evaluation.loss import positions as loss
 from muse_lab.evaluation.loss.curves import binned, cumulative_mean, fit_exact, gap, ratios_per_doubling
-from muse_lab.evaluation.loss.loss_report import as_csv
+from muse_lab.evaluation.loss.loss_report import as_csv, has_leak
 from muse_lab.evaluation.loss.positions import Losses, LossResults, figure_attentions, measure, position_losses
 from muse_lab.evaluation.settings import TextSettings, take_fingerprint
 from muse_lab.records.attention_names import block_size_of, in_words
@@ -213,6 +213,10 @@ def asked(folder: Path, tmp_path: Path) -> list[object]:
     return [*arguments, "--device", "cpu", "--output", tmp_path / "out"]
 
 
+def test_only_muse_without_a_tolerance_has_a_leak() -> None:
+    assert [has_leak(name) for name in ("exact", "muse:Q4K4T0.1B32", COARSE)] == [False, False, True]
+
+
 def test_attentions_of_a_preset_of_muse_fidelity(asked: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
     interrupted = Mock(side_effect=KeyboardInterrupt)
     monkeypatch.setattr("muse_lab.cli.loss.measure", interrupted)
@@ -229,6 +233,7 @@ def test_the_command_writes_results_and_reports(asked: list[object], tmp_path: P
     assert [file.name for file in files] == ["tiny.csv", "tiny.html", "tiny.json", "tiny.md", "tiny.png"]
     for expected in ("exact", "Q4K4R1SP1B32", "wrote", "tiny.html"):
         assert expected in out
+    assert "MuSe without a tolerance clusters the whole sequence" in " ".join(out.split())
     document = json.loads((tmp_path / "out" / "tiny.json").read_text())
     (command,) = document["commands"]
     assert command == (
@@ -360,6 +365,7 @@ def test_samples_can_stay_inside_files(folder: Path, tmp_path: Path) -> None:
     for number in range(3):
         (texts / f"{number}.txt").write_text(f"file {number} " * 40)
     words = ("--text", texts, "--length", "64", "--attention", "exact", "--output", tmp_path)
-    assert_done_quietly(run(folder, *words, "--samples", "3", "--inside-files"))
+    out = assert_done_quietly(run(folder, *words, "--samples", "3", "--inside-files"))
+    assert "without a tolerance" not in out
     (path,) = tmp_path.glob("*.json")
     assert LossResults.read(path).settings.text == "texts, each sample inside one file"

@@ -61,7 +61,7 @@ def test_results_of_other_types_are_left_out_by_one_line(spoil: Callable[[Path],
 @pytest.mark.parametrize(
     ("spoil", "reason"),
     [
-        (lambda good: good.read_text()[:-100], "it is not whole"),
+        (lambda good: good.read_text()[:-100], "it is incomplete"),
         (
             lambda good: spoilt(good, lambda document: document["settings"].pop("model")),
             "{bad} does not hold the results of muse eval needles --gradients",

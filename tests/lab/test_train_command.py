@@ -57,8 +57,8 @@ def test_few_steps_shorten_the_warmup_unless_it_is_set(tmp_path: Path) -> None:
 def test_a_recipe_that_goes_on_from_another_asks_for_its_model(tmp_path: Path) -> None:
     asked = ("train", tmp_path / "nowhere", "--recipe", "far", "--device", "cpu", "--output", tmp_path / "out")
     assert run_muse(*asked)[2].splitlines()[0] == (
-        "muse: far has the rate of a run that goes on from a model of the recipe near; give that by --initial, or "
-        "another --peak-rate"
+        "muse: far has the rate of a run that starts from a model of the recipe near; give that model by "
+        "--initial, or another --peak-rate"
     )
     for more in (["--initial", "near/model"], ["--peak-rate", "0.002"]):
         assert len(run_muse(*asked, *more)[2].splitlines()) == 1
@@ -214,7 +214,7 @@ def test_mishaps_of_the_command_are_one_line(asked: list[object], monkeypatch: p
     [
         (["attention=sparse"], "unknown attention 'sparse'; the kinds are"),
         (["--recipe", "huge"], "unknown recipe 'huge'; use one of tiny, near, far, s1, s2, s3"),
-        (["--resume"], "to go on with; name a --recipe to start one"),
+        (["--resume"], "to resume; name a --recipe to start one"),
         (["length=64k"], "none has a sample of 65536 + 1"),
         (["peak_rate=1e38"], "peak_rate=1e+38 must be above 0"),
         (["--device", "abacus"], "abacus"),

@@ -32,8 +32,8 @@ from muse_lab.report.tree import Card, Column, Figure, Report, Section, Table, n
 
 _STAGES = (
     f"Times of the GPU's kernels in one forward and backward pass, the mean of {PROFILED_RUNS} runs under "
-    "torch.profiler, and their share of the sum, without the gaps between kernels. The own block is all that cuDNN or "
-    "FlashAttention does; what is no kernel of the library is other."
+    "torch.profiler, and their share of the sum, without the gaps between kernels. Own block is the time in cuDNN or "
+    "FlashAttention; other is the time in kernels that are not the library's."
 )
 _PASSES = {"forward": "speedup_forward", "forward + backward": "speedup_forward_backward"}
 
@@ -45,7 +45,7 @@ def bench_report(results: BenchmarkResults, file_name: str) -> Report:
     settings = results.settings
     last = [case for case in cases if case.shape == cases[-1].shape]
     best = next((case for case in last if case.attention.startswith("muse")), last[0])
-    name = best.request.attention  # as it was asked for: the table has its settings at each length
+    name = best.request.attention  # as requested: the table has its settings at each length
     error, where = best.fidelity["relative_squared_error"], format_shape(best.shape, settings.sweep)
     sections = [
         Section(
@@ -57,7 +57,7 @@ def bench_report(results: BenchmarkResults, file_name: str) -> Report:
     ]
     if (retrieved := retrieval_table(results)) is not None:
         title = "The tail of the error, and what was retrieved"
-        sections.append(Section(title, tables=[retrieved], notes=_queries_of_found(cases)))
+        sections.append(Section(title, tables=[retrieved], notes=_found_note(cases)))
     if any(case.stage_milliseconds for case in cases):
         sections.append(Section("Share of each stage", tables=[_stages_table(results)], notes=[_STAGES]))
     return Report(
@@ -105,8 +105,8 @@ def retrieval_table(results: BenchmarkResults) -> Table | None:
     return _table(results, cases, *columns) if columns else None
 
 
-def _queries_of_found(cases: Sequence[Case]) -> list[str]:
-    """A line if single keys were looked for by some of the queries alone."""
+def _found_note(cases: Sequence[Case]) -> list[str]:
+    """A note if *found* was measured on only some of the queries."""
     sampled = {case.shape.length: case.fidelity["found_queries"] for case in cases if "found_queries" in case.fidelity}
     counts = [f"{count:,.0f} at {format_size(length)}" for length, count in sampled.items()]
     return [f"Found is measured on evenly spaced queries of each head: {', '.join(counts)}."] if counts else []
@@ -128,7 +128,7 @@ def _stages_table(results: BenchmarkResults) -> Table:
 def _table(
     results: BenchmarkResults, cases: Sequence[Case], *columns: tuple[Column, Callable[[Case], object]]
 ) -> Table:
-    """A case in each row, which begins with its attention and its shape."""
+    """A table with a case in each row, which begins with its attention and its shape."""
     names = short_names(case.attention for case in results.cases)
     return Table.of(
         cases,
@@ -164,4 +164,4 @@ def _csv(cases: Sequence[Case]) -> str:
     ]
     times = ("forward_seconds", "forward_backward_seconds", "sdpa_forward_seconds", "sdpa_forward_backward_seconds")
     memory = ("extra_memory_bytes", "sdpa_extra_memory_bytes")
-    return csv_text(["attention", *(one.name for one in fields(Shape)), *times, *memory, *measures], rows)
+    return csv_text(["attention", *(field.name for field in fields(Shape)), *times, *memory, *measures], rows)

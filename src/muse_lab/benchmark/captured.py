@@ -16,12 +16,12 @@ from muse_lab.synthetic import clustered_qkv
 
 @dataclass(frozen=True)
 class CapturedData:
-    """Which captures results are of."""
+    """The captured heads that results were measured on."""
 
     model: str
     text: str
     heads: int
-    """in the file"""
+    """number of heads in the file"""
     fingerprint: str
     """of the captured numbers"""
     repeated: bool
@@ -76,17 +76,19 @@ class CapturesFile:
             )
 
     def tensors(self, shape: Shape) -> tuple[Tensor, Tensor, Tensor]:
-        """Query, key and value of some of the heads, evenly spread, and of the first samples."""
+        """Query, key and value of evenly spread heads and of the first samples."""
         self.check(shape)
-        found = self.captures.with_heads(shape.heads, shape.key_heads).with_length(shape.length, repeat=self.repeat)
-        query, key, value = (tensor[: shape.batch].contiguous() for tensor in (found.query, found.key, found.value))
+        selection = self.captures.with_heads(shape.heads, shape.key_heads).with_length(shape.length, repeat=self.repeat)
+        query, key, value = (
+            tensor[: shape.batch].contiguous() for tensor in (selection.query, selection.key, selection.value)
+        )
         return query, key, value
 
 
 def create_workload(
     captures: CapturesFile | None, shape: Shape, *, dtype: str, device: str, is_causal: bool, seed: int = 0
 ) -> Workload:
-    """On captured heads, or on clustered synthetic data."""
+    """A workload on captured heads, or on clustered synthetic data."""
     if captures is not None:
         tensors = captures.tensors(shape)
     else:

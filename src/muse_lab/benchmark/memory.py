@@ -57,7 +57,7 @@ def measure_extra_memory(case: MemoryCase) -> int | None:
         text=True,
         check=False,
     )
-    if finished.returncode < 0:  # ended by the system, for want of memory as a rule
+    if finished.returncode < 0:  # killed by the system, usually for lack of memory
         return None
     if finished.returncode > 0:
         raise RuntimeError(f"measuring the memory of {case.attention} failed:\n{finished.stderr}")
@@ -78,7 +78,7 @@ def extra_memory_on_cuda(attention: AttentionCall, workload: Workload) -> int:
     return peak - before
 
 
-def _in_this_process(case: MemoryCase) -> int | None:
+def _measure_in_this_process(case: MemoryCase) -> int | None:
     _run_short(case)
     attention, workload = _attention(case.attention), _workload(case, case.length)
     _return_free_memory()
@@ -98,12 +98,12 @@ def _attention(name: str) -> AttentionCall:
 def _workload(case: MemoryCase, length: int) -> Workload:
     captures = None if case.captures is None else CapturesFile(Path(case.captures), case.repeat_captures)
     shape = Shape(length, heads=1, key_heads=1, head_dim=case.head_dim, batch=1)
-    named = {"dtype": case.dtype, "device": case.device}
-    return create_workload(captures, shape, **named, is_causal=case.is_causal, seed=case.seed)
+    place = {"dtype": case.dtype, "device": case.device}
+    return create_workload(captures, shape, **place, is_causal=case.is_causal, seed=case.seed)
 
 
 def _run_short(case: MemoryCase) -> None:
-    """The same kind of attention on a few short blocks: what libraries allocate once is then there already."""
+    """Run the same kind of attention on a few short blocks, so that libraries' one-time allocations are not counted."""
     kind, _, _ = case.attention.partition(":")
     length = min(case.length, _SHORT_LENGTH)
     _run(_attention(at_matched_sparsity(kind, length)), _workload(case, length))
@@ -114,7 +114,7 @@ def _run(attention: AttentionCall, workload: Workload) -> None:
 
 
 def _return_free_memory() -> None:
-    """What glibc holds for reuse."""
+    """Return the memory that glibc holds for reuse."""
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).malloc_trim(0)
 
@@ -128,4 +128,4 @@ def _status_bytes(field: str) -> int:
 
 
 if __name__ == "__main__":
-    json.dump(_in_this_process(MemoryCase(**json.loads(sys.argv[1]))), sys.stdout)
+    json.dump(_measure_in_this_process(MemoryCase(**json.loads(sys.argv[1]))), sys.stdout)

@@ -59,16 +59,16 @@ class DocumentsResults(StoredResults):
 
     @property
     def named(self) -> list[str]:
-        """None: a configuration of packed documents may follow the length of each."""
+        """Empty: a configuration of packed documents may depend on the length of each."""
         return []
 
     def speedup(self, case: PackedCase) -> float:
-        """Forward and backward, over the baseline."""
+        """Speed-up of forward and backward over the baseline."""
         return self.packed[0].times.forward_backward_median / case.times.forward_backward_median
 
 
 def parse_documents(text: str) -> tuple[int, ...]:
-    """`"32k,2k,2k"`, or `"32k,2kx4"`."""
+    """The lengths in `"32k,2k,2k"` or `"32k,2kx4"`."""
     lengths: list[int] = []
     for part in text.split(","):
         size, times, count = part.strip().partition("x")
@@ -79,7 +79,7 @@ def parse_documents(text: str) -> tuple[int, ...]:
 
 
 def format_documents(lengths: tuple[int, ...]) -> str:
-    """As `parse_documents` reads it."""
+    """Lengths in the notation of `parse_documents`."""
     runs: list[tuple[int, int]] = []
     for length in lengths:
         if runs and runs[-1][0] == length:
@@ -100,14 +100,14 @@ def measure_documents(
         name = f"muse:{config}" if config else "muse"
         attentions[f"{name}, packed"] = functools.partial(_packed, boundaries, config or None)
         if len(settings.documents) == 1:
-            attentions[f"{name}, muse_attention"] = functools.partial(_one, config or None)
+            attentions[f"{name}, muse_attention"] = functools.partial(_single_document, config or None)
     times = time_interleaved(list(attentions.values()), workload, settings.repeats, on_turn)
     with torch.no_grad():
         exact = workload.forward(next(iter(attentions.values())))
         errors = [_error(workload.forward(attention), exact) for attention in attentions.values()]
     cases = [
-        PackedCase(name, some, None if place == 0 else error)
-        for place, (name, some, error) in enumerate(zip(attentions, times, errors, strict=True))
+        PackedCase(name, own_times, None if place == 0 else error)
+        for place, (name, own_times, error) in enumerate(zip(attentions, times, errors, strict=True))
     ]
     return DocumentsResults(describe_machine(), settings, packed=cases)
 
@@ -137,8 +137,10 @@ def _packed(
     )
 
 
-def _one(config: str | None, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, enable_gqa: bool) -> Tensor:
-    """`muse_attention` of the same tensors."""
+def _single_document(
+    config: str | None, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, enable_gqa: bool
+) -> Tensor:
+    """`muse_attention` on the same tensors, as one document."""
     query, key, value = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
     out = muse_attention(query, key, value, is_causal=is_causal, enable_gqa=enable_gqa, config=config)
     return out[0].transpose(0, 1)
@@ -162,8 +164,8 @@ def _baseline(settings: DocumentsSettings, boundaries: DocumentBoundaries) -> At
             options["is_causal"] = is_causal
         elif is_causal:
             options["window_size"] = (-1, 0)
-        found: Any = varlen_attn(query, key, value, ends, ends, boundaries.longest, boundaries.longest, **options)
-        return found
+        out: Any = varlen_attn(query, key, value, ends, ends, boundaries.longest, boundaries.longest, **options)
+        return out
 
     return attend
 
@@ -177,6 +179,6 @@ def _each_by_sdpa(
     return torch.cat([out[0].transpose(0, 1) for out in outs])
 
 
-def _error(found: Tensor, exact: Tensor) -> float:
-    difference = (found.double() - exact.double()).square().sum(-1)
+def _error(out: Tensor, exact: Tensor) -> float:
+    difference = (out.double() - exact.double()).square().sum(-1)
     return float((difference / exact.double().square().sum(-1)).mean())

@@ -10,8 +10,8 @@ from muse_lab.report.provenance import count, provenance_of
 from muse_lab.report.tree import Card, Report, Section, Table, number, text
 
 CAPTION = (
-    "All take turns. Times are medians, forward and backward with the copies that the layout (tokens, heads, head_dim) "
-    "needs. The error (RSE) is that of the output against the first row's."
+    "All attentions take turns. Times are medians, with the copies that the layout (tokens, heads, head_dim) needs. "
+    "RSE compares the output with that of the first row."
 )
 
 

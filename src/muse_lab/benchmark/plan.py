@@ -1,4 +1,4 @@
-"""Which cases are to be run, and which of them are still to do."""
+"""The cases of a run, and those still to do."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Plan:
     settings: BenchmarkSettings
     requests: tuple[BenchmarkRequest, ...]
     captures: CapturesFile | None = None
-    """what the settings say all is measured on"""
+    """the captured heads that the settings name"""
 
     @classmethod
     def at_lengths(
@@ -46,7 +46,7 @@ class Plan:
         return cls(settings, sweep_requests(settings, length), captures)
 
     def __post_init__(self) -> None:
-        """Refuse what could not run, before anything does."""
+        """Refuse requests that cannot run, before any of them does."""
         settings = self.settings
         check_sizes(settings)
         if not self.requests:
@@ -67,8 +67,8 @@ class Plan:
 
     def workload(self, shape: Shape) -> Workload:
         settings = self.settings
-        named = {"dtype": settings.dtype, "device": settings.device}
-        return create_workload(self.captures, shape, **named, is_causal=settings.causal, seed=settings.seed)
+        place = {"dtype": settings.dtype, "device": settings.device}
+        return create_workload(self.captures, shape, **place, is_causal=settings.causal, seed=settings.seed)
 
     def missing(self, results: BenchmarkResults) -> list[BenchmarkRequest]:
         """The cases that `results` does not have yet."""
@@ -83,7 +83,7 @@ class Plan:
         return [request for request in self.requests if request not in done]
 
     def steps(self, results: BenchmarkResults) -> int:
-        """What is still to do: for each case warm-up, repeats, fidelity and memory, and for each case its stages."""
+        """Steps still to do: for each case warm-up, repeats, fidelity and memory, and for each case its stages."""
         steps_per_case = 1 + self.settings.repeats + 1 + int(self.settings.memory)
         return len(self.missing(results)) * steps_per_case + len(self.without_stages(results))
 

@@ -1,4 +1,4 @@
-"""What can be asked for: one attention on inputs of one shape, with settings that make a fair comparison."""
+"""A request: one attention on inputs of one shape, with settings that make a fair comparison."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ MATCHED_KINDS = ("muse", "block_diagonal", "moba")
 
 @dataclass(frozen=True, order=True)
 class Shape:
-    """What cases of one run may differ in besides the attention."""
+    """The sizes in which cases of one run may differ."""
 
     length: int
     heads: int
-    """of the queries"""
+    """query heads"""
     key_heads: int
-    """of the keys and values, each shared by as many heads of the queries as any other"""
+    """key and value heads, each shared by the same number of query heads"""
     head_dim: int
     batch: int
 
@@ -28,23 +28,22 @@ class Shape:
 @dataclass(frozen=True)
 class BenchmarkRequest:
     attention: str
-    """as it was asked for: `moba`"""
+    """as requested: `moba`"""
     shape: Shape
 
     @property
     def full_name(self) -> str:
-        """With the settings it has at this length: `moba:L4kB256R1`."""
+        """The attention with its settings at this length: `moba:L4kB256R1`."""
         return at_matched_sparsity(self.attention, self.shape.length)
 
 
 def at_matched_sparsity(kind: str, length: int) -> str:
     """The full name of an attention; one without settings gets those that match `MuSeConfig.paper(length)`.
 
-    That attends exactly to its own block of B tokens and to R of K clusters, B/16 tokens on average. Block-diagonal
-    attention has the block, MoBA the block and one retrieved block of B/16. `flex_attention` has a sliding window of as
-    many tokens as MoBA on average. `nsa` has the sizes of its paper at every length, `flash_sparse_attn` the
-    threshold that is its package's default. `muse` is
-    `MuSeConfig.for_length(length)`.
+    A query of that attends exactly to its own block of B tokens and to R of K clusters, B/16 tokens on average.
+    Block-diagonal attention has the block, MoBA the block and one retrieved block of B/16. `flex_attention` has a
+    sliding window of as many tokens as MoBA on average. `nsa` has the sizes of its paper at every length,
+    `flash_sparse_attn` the default threshold of its package. `muse` is `MuSeConfig.for_length(length)`.
     """
     config = MuSeConfig.paper(length)
     block_size = format_size(config.block_size)

@@ -1,4 +1,4 @@
-"""What a benchmark found, and its JSON file."""
+"""The results of a benchmark, and their JSON file."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from muse_lab.records.stored_results import StoredResults
 
 @dataclass(frozen=True)
 class BenchmarkSettings:
-    """What all cases of a file have in common, save what the sweep varies."""
+    """Settings that all cases of a file share, except what the sweep varies."""
 
     device: str
     batch: int
     heads: int
     key_heads: int
-    """of the keys and values; fewer than heads: grouped queries"""
+    """key and value heads; fewer than heads: grouped queries"""
     head_dim: int
     dtype: str
     causal: bool
@@ -28,7 +28,7 @@ class BenchmarkSettings:
     sweep: str | None = None
     """its name in `SWEEPS`, where the cases are those of a sweep"""
     captures: CapturedData | None = None
-    """the captured heads that all is measured on; None: synthetic data"""
+    """the captured heads that are measured on; None: synthetic data"""
 
     def shape(self, length: int) -> Shape:
         return Shape(length, self.heads, self.key_heads, self.head_dim, self.batch)
@@ -44,8 +44,8 @@ class Case:
     times: Times
     sdpa_times: Times
     fidelity: dict[str, float]
-    """measures of `fidelity.Fidelity`, against exact attention in the same dtype, averaged over heads, those of its
-    retrieval included; an attention that retrieves nothing lacks the last, and one without an lse lacks its gap"""
+    """measures of `fidelity.Fidelity`, against exact attention in the same dtype, averaged over heads; without those of
+    retrieval if the attention retrieves nothing, and without the lse gap if it returns no lse"""
     extra_memory_bytes: int | None
     sdpa_extra_memory_bytes: int | None
     sdpa_backend: str
@@ -59,7 +59,7 @@ class Case:
 
     @property
     def spread(self) -> float | None:
-        """That of the times, or of the baseline's if it is larger; None of one repeat."""
+        """The spread of the times or of the baseline's, whichever is larger; None for one repeat."""
         known = [spread for spread in (self.times.spread, self.sdpa_times.spread) if spread is not None]
         return max(known, default=None)
 

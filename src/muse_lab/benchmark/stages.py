@@ -1,4 +1,4 @@
-"""Which stage of an attention the time of a GPU goes to, by the names of the kernels that run."""
+"""GPU time by stage of an attention, from the names of the kernels that run."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ OWN_BLOCK, OTHER = "own block", "other"
 _FUSED_ATTENTION = ("cudnn", "flash", "fmha")
 """One of these is in the name of every kernel of a fused exact attention."""
 STAGES = (OWN_BLOCK, *stages.STAGES, OTHER)
-"""In the order of the method."""
+"""The stages, in the order of the method."""
 
 
 def measure_stages(attention: AttentionCall, workload: Workload) -> dict[str, float] | None:
     """Milliseconds of each stage in one forward and backward pass; None where the profiler sees no kernels.
 
-    A profiler may go on slowing launches down after its end, so that times are to be measured before.
+    A profiler may slow down launches even after its end, so times must be measured first.
     """
     _run(attention, workload)
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
@@ -57,7 +57,7 @@ def _stages_of_kernels() -> dict[str, stages.Stage]:
     """The stage of each Triton kernel of the library by its name: nothing where Triton is not installed."""
     if importlib.util.find_spec("triton") is None:
         return {}
-    importlib.import_module("muse_attention.backends.triton.backend")  # all of them
+    importlib.import_module("muse_attention.backends.triton.backend")  # registers all kernels
     from muse_attention.backends.triton.runtime.launching import stages_of_kernels
 
     return stages_of_kernels()

@@ -27,7 +27,7 @@ from muse_lab.records.stored_results import OnStep
 
 
 def start_results(plan: Plan, path: Path, *, overwrite: bool = False, remedy: str = REMEDY_BY_NAME) -> BenchmarkResults:
-    """Those of the file if there is one, else empty ones; a ValueError if they cannot be continued."""
+    """The results in the file if there is one, else empty ones; raises ValueError if they cannot be continued."""
     results = BenchmarkResults.start(plan.settings, path, overwrite=overwrite, remedy=remedy)
     for case in results.cases:
         asked = case.request
@@ -40,8 +40,8 @@ def run_plan(
 ) -> None:
     """Add each case that `results` does not have yet, then the stages of each, and write the file after each.
 
-    The stages come last: nothing is timed in a process that was profiled. Those of the last shape are the first, as its
-    data are still there: for a long sequence they take a minute to make.
+    The stages come last, so that nothing is timed after profiling. They begin with the last shape, whose data are still
+    in memory: for a long sequence they take a minute to make.
     """
     run = _Run(plan, results, path, on_step)
     for shape, requests in by_shape(plan.missing(results)):
@@ -51,7 +51,7 @@ def run_plan(
 
 
 class _Run:
-    """What the steps of one run share."""
+    """State that the steps of one run share."""
 
     def __init__(self, plan: Plan, results: BenchmarkResults, path: Path, on_step: OnStep) -> None:
         self._plan, self._settings, self._results, self._path = plan, plan.settings, results, path
@@ -83,23 +83,23 @@ class _Run:
             self._results.cases[place] = dataclasses.replace(self._results.cases[place], stage_milliseconds=stages)
             self._results.write(self._path)
 
-    def _begin(self, request: BenchmarkRequest, what: str) -> None:
+    def _begin(self, request: BenchmarkRequest, step: str) -> None:
         shape = format_shape(request.shape, self._settings.sweep)
-        self._on_step(f"{request.attention} at {shape}: {what}", next(self._steps))
+        self._on_step(f"{request.attention} at {shape}: {step}", next(self._steps))
 
     def _time_together(self, requests: Sequence[BenchmarkRequest], workload: Workload) -> list[Times]:
-        """Of exact attention, and of each request: all of one shape take turns, so that ratios are of one time."""
+        """Times of exact attention and of each request, which take turns, so that ratios compare the same moments."""
 
         def begin_turn(round_number: int, turn: int) -> None:
             if turn:  # exact attention comes first, and is no request
-                what = f"repeat {round_number} of {self._settings.repeats}" if round_number else "warm-up"
-                self._begin(requests[turn - 1], what)
+                step = f"repeat {round_number} of {self._settings.repeats}" if round_number else "warm-up"
+                self._begin(requests[turn - 1], step)
 
         attentions = [sdpa, *(get_attention(request.full_name) for request in requests)]
         return time_interleaved(attentions, workload, self._settings.repeats, begin_turn)
 
     def _measure_memory(self, request: BenchmarkRequest, workload: Workload) -> tuple[int | None, int | None]:
-        """Of the attention, and of exact attention, which is measured once for all of a shape on a CPU."""
+        """Extra memory of the attention, and of exact attention, which is measured once per shape on a CPU."""
         self._begin(request, "memory")
         if self._settings.device == "cuda":
             attentions = (get_attention(request.full_name), sdpa)
@@ -127,5 +127,5 @@ class _Run:
 
 
 def _has_same_memory(shape: Shape, other: Shape) -> bool:
-    """On a CPU, memory is that of one head, however many there are."""
+    """On a CPU, memory is measured for one head, however many there are."""
     return (shape.length, shape.head_dim) == (other.length, other.head_dim)

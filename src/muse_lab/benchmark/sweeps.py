@@ -1,6 +1,6 @@
-"""One choice of the method, or of the inputs, at many values: what does not follow it stays as it is.
+"""One setting of the method, or of the inputs, at many values, while the others stay fixed.
 
-Most are the rows of a table of the paper: sizes, retrieval and blocks around `BASE`, and the summaries alone.
+Most sweeps are the rows of a table of the paper: sizes, retrieval and blocks around `BASE`, and the summaries alone.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from muse_lab.benchmark.results import BenchmarkSettings
 BASE = MuSeConfig.parse("Q128K128R8SP1B8k")
 MONOPOLE_ONLY = BASE.replace(retrieved_clusters=0)
 TOKENS = 128 * 1024
-"""Of all sequences together, where their length is varied."""
+"""All sequences together, where their length is varied."""
 SPAN = 16 * 1024
 """Tokens that the retrieved blocks of a cluster span, where they follow the block size."""
 _SHAPE = tuple(field.name for field in dataclasses.fields(Shape))
@@ -34,15 +34,15 @@ class Sweep:
     """what is varied, for people"""
     values: tuple[int, ...]
     fields: Mapping[str, Callable[[int], int]]
-    """what fields of `MuSeConfig` or of `Shape` are at a value; the first is the value itself"""
+    """fields of `MuSeConfig` or of `Shape` as functions of the value; the first is the value itself"""
     base: MuSeConfig | None = BASE
-    """what does not vary; None for the default of the length"""
+    """the settings that do not vary; None for the default of the length"""
 
     def request(self, value: int, shape: Shape) -> BenchmarkRequest:
         changes: dict[str, Any] = {name: at(value) for name, at in self.fields.items()}
-        of_shape = {name: changes.pop(name) for name in self.varied_in_shape}
+        shape_changes = {name: changes.pop(name) for name in self.varied_in_shape}
         base = self.base or MuSeConfig.for_length(shape.length)
-        return BenchmarkRequest(f"muse:{base.replace(**changes)}", dataclasses.replace(shape, **of_shape))
+        return BenchmarkRequest(f"muse:{base.replace(**changes)}", dataclasses.replace(shape, **shape_changes))
 
     def value_of(self, request: BenchmarkRequest) -> int:
         name = next(iter(self.fields))
@@ -104,7 +104,7 @@ def find_sweep(name: str) -> Sweep:
 
 
 def sweep_requests(settings: BenchmarkSettings, length: int) -> tuple[BenchmarkRequest, ...]:
-    """MuSe at every value of the sweep, save where a single block holds the whole length: that is exact attention.
+    """MuSe at every value of the sweep, except where a single block holds the whole length: that is exact attention.
 
     `length` is that of the shapes unless the sweep varies it.
     """
@@ -149,7 +149,7 @@ def format_heads(heads: int, key_heads: int) -> str:
 
 
 def curve_and_size(request: BenchmarkRequest, sweep_name: str | None) -> tuple[str, int]:
-    """The curve of a picture that a case belongs to, and where on its axis."""
+    """The name of the curve that a case belongs to, and its place on the axis."""
     if sweep_name is None:
         return request.attention, request.shape.length
     sweep = find_sweep(sweep_name)

@@ -1,4 +1,4 @@
-"""Results for people: cells of tables, and what is said of them."""
+"""Results as text: cells of tables, captions and notes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _backend_sentence(results: BenchmarkResults) -> str:
 
 
 def noise_lines(results: BenchmarkResults) -> list[str]:
-    """One that says which times vary by more than `NOISY`, if any do."""
+    """A line about times that vary by more than `NOISY`, if any do."""
     noisy = [case for case in sorted_cases(results) if case.spread is not None and case.spread > NOISY]
     if not noisy:
         return []
@@ -49,7 +49,7 @@ def noise_lines(results: BenchmarkResults) -> list[str]:
 
 
 def sorted_cases(results: BenchmarkResults) -> list[Case]:
-    """By shape, the length first; those that took turns together; attentions in the order they were asked for."""
+    """Cases by shape, the length first, and then by the run in which they took turns; attentions as requested."""
     together = list(dict.fromkeys(case.sdpa_times for case in results.cases))
     return sorted(results.cases, key=lambda case: (case.shape, together.index(case.sdpa_times)))
 
@@ -82,13 +82,13 @@ def format_memory(count: int | None) -> str:
     return f"{mebibytes:.1f} MiB" if mebibytes < 100 else f"{mebibytes:.0f} MiB"
 
 
-def format_share(part: float, whole: float) -> str:
-    """Milliseconds, and what share of the whole they are."""
-    return f"{format_seconds(part / 1000)} ({part / whole:.0%})" if part else "-"
+def format_share(part: float, total: float) -> str:
+    """A time in milliseconds, and its share of the total."""
+    return f"{format_seconds(part / 1000)} ({part / total:.0%})" if part else "-"
 
 
 def settings_line(settings: BenchmarkSettings) -> str:
-    """What was measured on, and how."""
+    """The data and settings of a measurement, in words."""
     kind = "clustered synthetic queries, keys and values"
     if settings.captures is not None:
         kind = f"queries, keys and values of {settings.captures}"

@@ -1,4 +1,4 @@
-"""Times of attentions that take turns, so that a slow moment of the machine meets all of them alike."""
+"""Times of attentions that take turns, so that a slow moment of the machine affects all of them alike."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import torch
 from muse_lab.benchmark.workload import AttentionCall, Workload
 
 LONG_RUN_SECONDS = 5.0
-"""From here on, what a first run spends on starting up is small beside the run itself."""
+"""In a run this long, start-up costs are small beside the run itself."""
 NOISY = 0.1
-"""A spread above this: something else was at work on the machine, and ratios of times are uncertain."""
+"""A spread above this means that other work ran on the machine, and that ratios of times are uncertain."""
 
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of each repeat. The forward pass is recorded by autograd, and is the first part of the whole."""
+    """Seconds of each repeat. The forward pass is recorded by autograd, and is part of `forward_backward`."""
 
     forward: tuple[float, ...]
     forward_backward: tuple[float, ...]
@@ -34,7 +34,7 @@ class Times:
 
     @property
     def spread(self) -> float | None:
-        """Between the quartiles of the forward and backward pass, as a share of the median; None of one repeat."""
+        """Distance between the quartiles of `forward_backward`, as a share of the median; None for one repeat."""
         if len(self.forward_backward) < 2:
             return None
         lower, middle, upper = statistics.quantiles(self.forward_backward, n=4, method="inclusive")
@@ -63,7 +63,7 @@ def time_interleaved(
             if round_number > 0 or (workload.device.type == "cpu" and seconds[1] > LONG_RUN_SECONDS):
                 finished.append(seconds)
     return [
-        Times(tuple(forward for forward, _ in finished), tuple(whole for _, whole in finished)) for finished in runs
+        Times(tuple(forward for forward, _ in finished), tuple(total for _, total in finished)) for finished in runs
     ]
 
 

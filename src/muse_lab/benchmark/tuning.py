@@ -1,4 +1,4 @@
-"""Time against error of many configurations on captured heads: which are worth having, and which is the fastest that
+"""Time against error of many configurations on captured heads: the Pareto front, and the fastest configuration that
 errs no more, and finds no fewer single keys, than the paper's sizes.
 
 The results are one JSON file, replaced after every configuration, so that an interrupted run goes on where it stopped.
@@ -32,7 +32,7 @@ TOLERANCES = (0.05, 0.1, 0.2, 0.4)
 QUERY_CLUSTERS = (8, 16, 32)
 KEY_CLUSTERS = (32, 64, 128, 256)
 BLOCKS = (32, 16, 8)
-"""In which the length is cut."""
+"""Numbers of blocks that the length is cut into."""
 SMALLEST_BLOCK = 256
 ERROR = "relative_squared_error"
 """The measure that a configuration is chosen by, beside `FOUND`."""
@@ -40,7 +40,7 @@ ERROR = "relative_squared_error"
 
 @dataclass(frozen=True)
 class TuningSettings:
-    """What all numbers of a file have in common."""
+    """Settings that all numbers of a file share."""
 
     model: str
     text: str
@@ -81,14 +81,14 @@ class TuningSettings:
 
 @dataclass(frozen=True)
 class Found:
-    """Of the queries that must look something up."""
+    """Attention weight on what queries must look up, and how much of it is retrieved."""
 
     weight: float
-    """exact attention's on what they look up, summed over queries and heads"""
+    """exact attention's weight on what queries look up, summed over queries and heads"""
     found: float
-    """the part of it in their own block or in buckets that they retrieve"""
+    """the part of it in a query's own block or in buckets that it retrieves"""
     exact: float
-    """that, and keys that are the only one of their summary"""
+    """the part that is found, or on keys that are alone in their summary"""
 
     @property
     def share(self) -> float:
@@ -108,7 +108,7 @@ class Candidate:
     seconds: Times | None
     """None if there was too little memory"""
     fidelity: dict[str, float] = field(default_factory=dict)
-    """measures of `fidelity.Fidelity` and, of several samples, those of `fidelity_columns.LEAK`, averaged over samples
+    """measures of `fidelity.Fidelity` and, for several samples, those of `fidelity_columns.LEAK`, averaged over samples
     and heads"""
     lookup: Found | None = None
 
@@ -118,7 +118,7 @@ class Candidate:
 
     @property
     def time(self) -> float:
-        """Seconds of forward and backward, the median."""
+        """Median seconds of forward and backward."""
         assert self.seconds is not None
         return self.seconds.forward_backward_median
 
@@ -128,7 +128,7 @@ class Candidate:
 
 
 class Goal(NamedTuple):
-    """What a configuration is chosen for."""
+    """The limits that a chosen configuration meets."""
 
     error: float
     """largest relative squared error"""
@@ -149,7 +149,7 @@ class TuningResults(StoredResults):
 
     settings: TuningSettings
     error: float | None = None
-    """that a configuration may have; None for that of the paper's sizes"""
+    """the largest that a configuration may have; None for that of the paper's sizes"""
     exact: Times | None = None
     tuned: list[Candidate] = field(default_factory=list)
 
@@ -177,8 +177,8 @@ class TuningResults(StoredResults):
         if self.error is not None:
             return Goal(self.error)
         name = paper_sizes(self.settings.length)
-        found = next((candidate for candidate in self.measured if candidate.attention == name), None)
-        return None if found is None else Goal(found.error, found.fidelity.get(FOUND))
+        paper = next((candidate for candidate in self.measured if candidate.attention == name), None)
+        return None if paper is None else Goal(paper.error, paper.fidelity.get(FOUND))
 
     @property
     def chosen(self) -> Candidate | None:
@@ -197,7 +197,7 @@ Clock = Callable[[str], Times]
 
 
 def candidates(length: int, *, added: Sequence[str] = (), only: Sequence[str] = ()) -> list[str]:
-    """The full names of what is measured: the paper's method, the default, and a grid around them; or `only` some."""
+    """The full names to measure: the paper's method, the default, and a grid around them; or `only` these."""
     if only:
         return _each_once([*only, *added], length)
     blocks = [max(SMALLEST_BLOCK, length // number) for number in BLOCKS]
@@ -217,7 +217,7 @@ def candidates(length: int, *, added: Sequence[str] = (), only: Sequence[str] = 
 
 
 def paper_sizes(length: int) -> str:
-    """The full name of what a choice is measured by."""
+    """The full name of the configuration that a choice is compared with."""
     return f"muse:{MuSeConfig.paper_sizes(length)}"
 
 
@@ -258,7 +258,7 @@ def measure(
 ) -> None:
     """Fill `results` with the time of exact attention, and with what is missing of `attentions`, by their full names.
 
-    The file is written after each. An attention that there is too little memory for is kept as such.
+    The file is written after each. An attention that runs out of memory is kept without numbers.
     """
     steps = itertools.count()
     if results.exact is None:
@@ -277,13 +277,15 @@ def _measure_one(captures: Captures, attention: str, exact: list[tuple[Tensor, T
     try:
         seconds = clock(attention)
         fidelity = [
-            measure_fidelity(get_attention(attention), *sample, exact=of_sample, is_causal=True).pooled()
-            for sample, of_sample in zip(_samples(captures), exact, strict=True)
+            measure_fidelity(get_attention(attention), *sample, exact=exact_sample, is_causal=True).pooled()
+            for sample, exact_sample in zip(_samples(captures), exact, strict=True)
         ]
         if captures.samples > 1:
-            fidelity = [one | leak for one, leak in zip(fidelity, _leaks(captures, attention, exact), strict=True)]
-        names = dict.fromkeys(name for one in fidelity for name in one)
-        means = {name: statistics.fmean(one[name] for one in fidelity if name in one) for name in names}
+            fidelity = [
+                pooled | leak for pooled, leak in zip(fidelity, _leaks(captures, attention, exact), strict=True)
+            ]
+        names = dict.fromkeys(name for pooled in fidelity for name in pooled)
+        means = {name: statistics.fmean(pooled[name] for pooled in fidelity if name in pooled) for name in names}
         return Candidate(attention, seconds, means, _look_up(captures, attention))
     except torch.OutOfMemoryError:
         torch.cuda.empty_cache()
@@ -291,11 +293,11 @@ def _measure_one(captures: Captures, attention: str, exact: list[tuple[Tensor, T
 
 
 def _leaks(captures: Captures, attention: str, exact: list[tuple[Tensor, Tensor]]) -> list[dict[str, float]]:
-    """Of each sample, whose second half is replaced by that of the next; and the error of the queries before it."""
+    """The leak of each sample when its second half is replaced by the next one's, and the error of its first half."""
     samples, half, function = _samples(captures), captures.length // 2, get_attention(attention)
     leaks = []
-    for sample, other, (exact_out, _) in zip(samples, [*samples[1:], samples[0]], exact, strict=True):
-        leak = future_influence(function, *sample, half, replacement=other)
+    for sample, next_sample, (exact_out, _) in zip(samples, [*samples[1:], samples[0]], exact, strict=True):
+        leak = future_influence(function, *sample, half, replacement=next_sample)
         with torch.no_grad():
             out = function(*sample, is_causal=True)
         error = float(position_error(out[:, :, :half], exact_out[:, :, :half]).mean())
@@ -305,17 +307,19 @@ def _leaks(captures: Captures, attention: str, exact: list[tuple[Tensor, Tensor]
 
 def _exact_outputs(captures: Captures) -> list[tuple[Tensor, Tensor]]:
     with torch.no_grad():
-        found: list[Any] = [exact_attention(*sample, is_causal=True, return_lse=True) for sample in _samples(captures)]
-    return found
+        outputs: list[Any] = [
+            exact_attention(*sample, is_causal=True, return_lse=True) for sample in _samples(captures)
+        ]
+    return outputs
 
 
 def _samples(captures: Captures) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """One at a time: (1, heads, length, head_dim) each."""
+    """Query, key and value of each sample, (1, heads, length, head_dim)."""
     return list(zip(captures.query.split(1), captures.key.split(1), captures.value.split(1), strict=True))
 
 
 def _look_up(captures: Captures, attention: str) -> Found | None:
-    """None for attentions without a selection, and for captures without lookups."""
+    """The weight on lookups; None for attentions without a selection, and for captures without lookups."""
     if config_at(attention) is None:
         return None
     weight, found, exact = 0.0, 0.0, 0.0

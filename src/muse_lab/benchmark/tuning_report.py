@@ -19,10 +19,10 @@ _TIME = (
     "together, the median of the repeats."
 )
 _LOOKUP = (
-    "Of exact attention's weight on what a query must look up, the share that lies in its own block or in buckets that "
-    "it retrieves. The pooled error does not see it."
+    "Share of exact attention's weight on what a query must look up that lies in its own block or in buckets that it "
+    "retrieves. The pooled error does not show it."
 )
-_LOOKUP_EXACT = "The same with keys that are the only one of their summary, which is as good."
+_LOOKUP_EXACT = "The same with keys that are alone in their summary, which is then exact."
 _LOOKUPS: tuple[tuple[Column, Callable[[Candidate], str]], ...] = (
     (number("lookup", _LOOKUP), lambda one: _looked_up(one, "share")),
     (number("lookup, exact", _LOOKUP_EXACT), lambda one: _looked_up(one, "exact_share")),
@@ -69,7 +69,7 @@ def tuning_report(results: TuningResults, file_name: str) -> Report:
 
 
 def verdict(results: TuningResults) -> list[str]:
-    """What to take, and what to know about it, a line each."""
+    """The configuration to take, and what to know about it, a line each."""
     measured = results.measured
     if not measured or results.exact is None:
         return ["Nothing has been measured yet; run the command again to continue"]
@@ -89,7 +89,7 @@ def verdict(results: TuningResults) -> list[str]:
         lines.append(
             f"Exact attention is faster here, {_milliseconds(results.exact.forward_backward_median)} ms: use that"
         )
-    paper = _papers(results)
+    paper = _paper(results)
     if paper is not None and paper is not chosen:
         lines.append(
             f"The paper's method has RSE {paper.error:.3g} in {_milliseconds(paper.time)} ms ({paper.attention})"
@@ -98,10 +98,10 @@ def verdict(results: TuningResults) -> list[str]:
 
 
 def shown(results: TuningResults) -> list[Candidate]:
-    """The front, what was chosen and the paper's method, from the fastest on."""
-    others = [results.chosen, _papers(results)]
-    found = [*front(results.measured), *(one for one in others if one is not None)]
-    return sorted({candidate.attention: candidate for candidate in found}.values(), key=lambda one: one.time)
+    """The front, the chosen configuration and the paper's method, from the fastest on."""
+    named = [results.chosen, _paper(results)]
+    candidates = [*front(results.measured), *(candidate for candidate in named if candidate is not None)]
+    return sorted({candidate.attention: candidate for candidate in candidates}.values(), key=lambda one: one.time)
 
 
 def table_of(results: TuningResults, candidates: Sequence[Candidate]) -> Table:
@@ -161,7 +161,7 @@ def _by_time(results: TuningResults) -> list[Candidate]:
     return sorted(results.measured, key=lambda candidate: candidate.time)
 
 
-def _papers(results: TuningResults) -> Candidate | None:
+def _paper(results: TuningResults) -> Candidate | None:
     name = f"muse:{MuSeConfig.paper(results.settings.length)}"
     return next((candidate for candidate in results.measured if candidate.attention == name), None)
 

@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 AttentionCall = Callable[..., Tensor]
-"""Anything with the call of `scaled_dot_product_attention`."""
+"""A function with the signature of `scaled_dot_product_attention`."""
 
 SDPA = "sdpa"
 """The name of the baseline, which is PyTorch's own and not one of `get_attention`."""
@@ -26,7 +26,7 @@ _FASTEST_FIRST = {
     SDPBackend.EFFICIENT_ATTENTION: "memory-efficient attention",
     SDPBackend.MATH: "plain matrix products",
 }
-"""The operators behind `scaled_dot_product_attention`, and what people call them."""
+"""The operators behind `scaled_dot_product_attention`, and their usual names."""
 
 
 def sdpa(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, enable_gqa: bool = False) -> Tensor:
@@ -74,7 +74,7 @@ class Workload:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """What every attention is called with besides the tensors."""
+        """Keyword arguments of every attention call."""
         return {"is_causal": self.is_causal, "enable_gqa": self.query.shape[1] != self.key.shape[1]}
 
     @property
@@ -98,7 +98,7 @@ class Workload:
 
 
 def check_device(device: str) -> None:
-    """A ValueError unless it is a device to measure on."""
+    """Raise ValueError unless it is a device to measure on."""
     if device not in ("cpu", "cuda"):
         raise ValueError(f"unknown device {device!r}; use cpu or cuda")
     if device == "cuda" and not torch.cuda.is_available():
@@ -106,7 +106,7 @@ def check_device(device: str) -> None:
 
 
 def check_sizes(settings: Any) -> None:
-    """A ValueError unless inputs can have the sizes that settings name."""
+    """Raise ValueError unless inputs can have the sizes that settings name."""
     for name in ("batch", "heads", "key_heads", "head_dim", "repeats"):
         size = getattr(settings, name, 1)
         if size < 1:

@@ -10,8 +10,8 @@ from muse_attention.core.extras import how_to_install
 
 
 def main() -> None:
-    # A thread that waits leaves its core to others: on a busy machine, threads that spin are in each other's way.
-    # OpenMP reads it once, when PyTorch is imported.
+    # Waiting threads yield their core: on a busy machine, spinning threads slow each other down.
+    # OpenMP reads this variable once, when PyTorch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         from muse_lab.cli.commands import app
@@ -21,5 +21,5 @@ def main() -> None:
         sys.stderr.write(f"muse: {error.name} is not installed: {how_to_install('cli')}\n")
         raise SystemExit(1) from None
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: a name that it cannot show ends no command
+        sys.stdout.reconfigure(errors="backslashreplace")  # like stderr: an unprintable name must not end a command
     app(prog_name="muse")

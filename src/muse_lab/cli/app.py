@@ -1,4 +1,4 @@
-"""What all commands of `muse` share: the application, its errors of one line, progress, tables and files."""
+"""Shared by all commands of `muse`: the application, one-line errors, progress, tables and files."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ _LISTED: dict[str, _Listed] = {}
 
 
 def list_command(name: str, summary: str, module: str = "") -> None:
-    """Add a command to `muse --help`. Its module, by default that of its name, is imported when it is called: most of
-    them need PyTorch, which takes seconds to import."""
+    """Add a command to `muse --help`. Its module, by default of the same name, is imported when the command is called:
+    most commands need PyTorch, which takes seconds to import."""
     _LISTED[name] = _Listed(module or name, summary)
 
 
 class _Commands(TyperGroup):
-    """Those of `list_command`, in its order.
+    """The commands of `list_command`, in the order they were added.
 
-    Wrong arguments are answered by one line on stderr and exit code 2, and so are paths that cannot be opened.
+    Wrong arguments and paths that cannot be opened give one line on stderr and exit code 2.
     """
 
     _shows_help = False
@@ -86,7 +86,7 @@ class _Commands(TyperGroup):
         return get_group(app).commands[cmd_name]
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        if args[0] not in _LISTED:  # typer would suggest none but the commands that are imported already
+        if args[0] not in _LISTED:  # typer would only suggest commands that are already imported
             close = [f"muse {name}" for name in difflib.get_close_matches(args[0], _LISTED)]
             ctx.fail(
                 f"there is no command {args[0]!r}; "
@@ -105,20 +105,20 @@ class _Commands(TyperGroup):
 app = typer.Typer(
     cls=_Commands, add_completion=False, rich_markup_mode="markdown", help="Multipole Semantic Attention."
 )
-_AS_IT_IS: dict[str, Any] = {"markup": False, "emoji": False}
-"""Brackets in names of files and documents are no markup."""
-console = Console(**_AS_IT_IS)
+_PLAIN_TEXT: dict[str, Any] = {"markup": False, "emoji": False}
+"""Brackets in names of files and documents are not markup."""
+console = Console(**_PLAIN_TEXT)
 
 SECONDS_BEFORE_FIRST_LINE, SECONDS_BETWEEN_LINES = 2.0, 30.0
-"""Of progress, where there is no terminal."""
+"""Times of progress lines, which are printed where there is no terminal."""
 _STARTING = "starting"
 LONG_RUN_SECONDS = 60.0
-"""The time left is said at once if it is more than this."""
+"""The time left is printed at once if it is longer than this."""
 
 CONTENTS = "index.html"
 """The list of reports that `muse report` writes into a folder."""
 
-Device = Annotated[str | None, typer.Option(help="cpu or cuda.", show_default="cuda where there is one, else cpu")]
+Device = Annotated[str | None, typer.Option(help="cpu or cuda.", show_default="cuda if available, else cpu")]
 Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="Overwrite existing results; by default they are resumed.")
 ]
@@ -150,7 +150,7 @@ def muse(
 
 
 def nonempty_path(text: str) -> Path:
-    """For `parser=` of an option or argument: an empty text, as of an unset variable, would be the current folder."""
+    """A `parser=` of options and arguments: an empty text, from an unset variable, would mean the current folder."""
     if not str(text):
         raise typer.BadParameter("it is empty; give a folder, or . for the current one")
     return Path(text)
@@ -186,7 +186,7 @@ def is_out_of_memory(error: RuntimeError) -> bool:
 
 
 def new_table(title: str, *headers: str) -> Table:
-    """An attention in each row; where the terminal is too narrow, its name is folded."""
+    """A table with one attention per row; its name wraps where the terminal is too narrow."""
     looks: dict[str, Any] = {"title_style": "", "title_justify": "left", "caption_justify": "left"}
     table = Table(title=title, box=SIMPLE, padding=(0, 1, 0, 0), pad_edge=False, **looks)
     table.add_column("attention", overflow="fold")
@@ -200,7 +200,7 @@ def progress_bar(steps: int, before: str = _STARTING) -> Iterator[Callable[[str,
     """Show the progress of work of a known size. Yields the function to call with a description and the steps done.
 
     Args:
-        before: what is done before that is called for the first time
+        before: the description until that function is first called
     """
     with phases_bar() as on_step:
         on_step(before, 0, steps)
@@ -209,16 +209,16 @@ def progress_bar(steps: int, before: str = _STARTING) -> Iterator[Callable[[str,
 
 @contextlib.contextmanager
 def phases_bar(*, says_lines: bool = True) -> Iterator[Callable[[str, int, int | None], None]]:
-    """The same for work whose total may change: every step passes the total, or None while it is unknown.
+    """Like `progress_bar`, for work whose total may change: every step passes the total, or None while it is unknown.
 
-    On a terminal, a bar on stderr, gone when it is full. Elsewhere lines on stderr: the first after
+    On a terminal, a bar on stderr that disappears when it is full. Elsewhere lines on stderr: the first after
     `SECONDS_BEFORE_FIRST_LINE`, then one every `SECONDS_BETWEEN_LINES`, however long a step takes. Of several
-    processes, only the first shows anything.
+    processes, only the first shows progress.
 
     Args:
-        says_lines: False for a command that says its own as soon as the total is known
+        says_lines: False for a command that prints its own lines once the total is known
     """
-    stderr = Console(stderr=True, **_AS_IT_IS)
+    stderr = Console(stderr=True, **_PLAIN_TEXT)
     columns = (
         TextColumn("{task.description}", markup=False),
         BarColumn(),
@@ -227,7 +227,7 @@ def phases_bar(*, says_lines: bool = True) -> Iterator[Callable[[str, int, int |
         TextColumn("ETA"),
         TimeRemainingColumn(),
     )
-    is_first = os.environ.get("RANK", "0") == "0"  # as torchrun counts them
+    is_first = os.environ.get("RANK", "0") == "0"  # set by torchrun
     lines = _Lines() if is_first and not stderr.is_terminal else None
     with (
         lines or contextlib.nullcontext(),
@@ -248,14 +248,14 @@ def phases_bar(*, says_lines: bool = True) -> Iterator[Callable[[str, int, int |
 
 @contextlib.contextmanager
 def busy(description: str) -> Iterator[None]:
-    """Show what is being done, where there are no steps to count."""
+    """Show a description of work that has no steps to count."""
     with phases_bar() as on_step:
         on_step(description, 0, None)
         yield
 
 
 class _Lines:
-    """Progress in lines, said by a thread. If a long run can be estimated, the time left is said at once."""
+    """Progress lines, printed by a thread. The first estimate of a long run is printed at once."""
 
     def __init__(self) -> None:
         self._description, self._done = _STARTING, ""
@@ -312,7 +312,7 @@ def run_errors(
     """Report Ctrl-C, a full disk and too little memory as one line that says how to continue."""
     try:
         yield
-    except KeyboardInterrupt as stop:  # which `stopping.Stopped` is
+    except KeyboardInterrupt as stop:  # `stopping.Stopped` is one
         say(f"{str(stop) or 'interrupted'}; {how_to_continue()}")
         raise typer.Exit(getattr(stop, "exit_code", 130)) from None
     except OSError as error:
@@ -338,6 +338,6 @@ def user_errors() -> Iterator[None]:
 
 
 def say(message: str) -> None:
-    """Print one line on stderr; what is not printable in it is escaped."""
+    """Print one line on stderr, with unprintable characters escaped."""
     shown = "".join(char if char.isprintable() else " " if char.isspace() else repr(char)[1:-1] for char in message)
     typer.echo(f"muse: {shown}", err=True)

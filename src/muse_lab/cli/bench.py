@@ -55,7 +55,7 @@ _SHOWN = {
     "RSE": "RSE",
     "extra memory": "extra\nmemory",
 }
-"""Columns that fit a terminal, and what they are called there; the reports have all."""
+"""Columns that fit a terminal, and their titles there; the reports have all."""
 _DOCUMENTS = (
     "Lengths of documents packed into one row, as 32k,16k,2k,2k or 1kx64: muse packed, against varlen_attn in the same "
     "run."
@@ -71,7 +71,7 @@ def bench(
         int | None,
         option(
             "Number of query heads. On a CPU, exact attention needs at least two to keep two threads busy.",
-            "1 on cpu, 8 on cuda, or all that were captured",
+            "1 on cpu, 8 on cuda, or all captured heads",
         ),
     ] = None,
     key_heads: Annotated[
@@ -110,7 +110,7 @@ def bench(
 
     All attentions of one length take turns, so that ratios compare the same moments. Before the timed runs there is
     one warm-up, which is not counted; on a CPU a warm-up of more than a few seconds counts as the first repeat. On
-    CUDA the share of each stage is measured too, when all times are known.
+    CUDA the share of each stage is measured after all times.
 
     With --documents it measures packed documents instead, laid out as (tokens, heads, head_dim), and muse_attention
     too if there is one document.
@@ -168,7 +168,7 @@ def bench(
 
 
 def _measure_plan(plan: Plan, results: BenchmarkResults, path: Path, command: str) -> None:
-    """Measure what is missing, show and write."""
+    """Measure what is missing, show it and write the report."""
     if plan.steps(results):
         add_command(results, command)
     with progress_bar(plan.steps(results), "warming up exact attention") as on_step:
@@ -187,7 +187,7 @@ def _configs(attentions: Sequence[str]) -> list[str]:
     for name in attentions:
         if name.partition(":")[0] != "muse":
             raise ValueError(f"--documents measures muse and muse:SETTINGS, not {name!r}")
-        get_attention(name)  # refuses what cannot be read
+        get_attention(name)  # raises ValueError for an unknown one
     return [name.partition(":")[2] for name in attentions]
 
 
@@ -221,7 +221,7 @@ def _default_name(plan: Plan) -> str:
 
 
 def _measure_documents(settings: DocumentsSettings, configs: list[str], path: Path, command: str) -> None:
-    """Measure packed documents, show and write."""
+    """Measure packed documents, show the times and write the report."""
     with progress_bar(settings.repeats + 1) as on_step:
         results = measure_documents(settings, configs, lambda number, _: on_step(f"round {number}", number))
     add_command(results, command)

@@ -1,4 +1,4 @@
-"""All commands of `muse`: the line of each in `muse --help`, and the files it is in, imported when it is called."""
+"""All commands of `muse`: their lines in `muse --help`, and their modules, imported when a command is called."""
 
 from __future__ import annotations
 

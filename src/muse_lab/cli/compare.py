@@ -44,7 +44,7 @@ _CORPUS = Path("out/corpus")
 
 @dataclass(frozen=True)
 class ComparisonRequest:
-    """How runs are to be compared."""
+    """How to compare runs."""
 
     corpus: Annotated[Path, option("Corpus directory of `muse prepare` that the runs were trained on.")] = _CORPUS
     attention: Annotated[
@@ -101,8 +101,7 @@ def compare(
 ) -> None:
     """Compare training runs: held-out loss under their own and other attentions, by position, speed, scaling law.
 
-    Writes compare.json after every sample that is measured, goes on from it where it was interrupted, and writes
-    reports at the end.
+    Writes compare.json after every measured sample, and reports at the end. Run again, it adds what is missing.
     """
     with user_errors():
         request.check()
@@ -114,10 +113,10 @@ def compare(
 def compare_runs(
     folders: Sequence[Path], request: ComparisonRequest, command: Callable[[Sequence[str]], str]
 ) -> ComparisonResults:
-    """Measure what is missing, with a bar, show it and write the report; a ValueError if something cannot be.
+    """Measure what is missing, show it and write the report. Raises ValueError if runs cannot be compared.
 
     Args:
-        command: what was called to compare runs of these names, for the file of the results
+        command: the command that compares runs of these names, for the file of results
     """
     asked_length = None if request.length is None else parse_size(request.length)
     with busy(f"importing transformers, and reading the corpus {request.corpus} and the runs"):
@@ -134,7 +133,7 @@ def compare_runs(
 
         silence_transformers()
         for folder in folders:
-            run_recipe(folder)  # a run that is missing is said before a corpus that is
+            run_recipe(folder)  # a missing run is reported before a missing corpus
         corpus = read_corpus(request.corpus)
         needs_weights = request.samples > 0
         runs = open_runs(folders, corpus, needs_weights=needs_weights, on_refused=say)
@@ -186,7 +185,7 @@ def _start(request: ComparisonRequest, corpus: Corpus, length: int, windows: int
 
 
 def _report(results: ComparisonResults, request: ComparisonRequest) -> ComparisonResults:
-    """On the terminal and in files."""
+    """Show the results on the terminal and write the report."""
     if results.settings.samples:
         _show_matrix(results)
     report = comparison_report(results)
@@ -197,7 +196,7 @@ def _report(results: ComparisonResults, request: ComparisonRequest) -> Compariso
 
 
 def _show_matrix(results: ComparisonResults) -> None:
-    """With an attention in each row, as their names are long."""
+    """Show an attention in each row, as their names are long."""
     settings, matrix = results.settings, matrix_table(results)
     title = f"held-out loss, {settings.samples} x {format_size(settings.length)} tokens"
     table = new_table(f"{title}; rows: tested with, columns: run", *results.runs)

@@ -42,10 +42,10 @@ from muse_lab.pretraining.schedule import EXACT
 from muse_lab.records.earlier_results import REMEDY, check_same, find_earlier
 
 _MINUTES = 5
-"""On two idle cores."""
+"""Duration on two idle cores."""
 _LENGTH = 32 * 1024
 _HEADS = {"cpu": 2, "cuda": 8}
-"""On a CPU, exact attention has no use for a second core if there is one head."""
+"""On a CPU, exact attention of one head leaves a second core idle."""
 _REPEATS = 3
 _STEPS = 72
 _CHECKPOINTS = 3
@@ -64,7 +64,7 @@ def demo(
 ) -> None:
     """See what MuSe is for: one long attention call, exact, by MuSe and by MoBA; then a tiny model trained both ways.
 
-    Takes about five minutes on two idle CPU cores. What is done already is not done again: after an interruption, run
+    Takes about five minutes on two idle CPU cores. Finished parts are kept: after an interruption, run
     it again.
     """
     with user_errors():
@@ -90,7 +90,7 @@ def demo(
 
 
 def demo_recipe(name: str) -> Recipe:
-    """The recipe tiny, shortened, with all its checkpoints, and with exact attention throughout or MuSe's."""
+    """The recipe tiny, shortened, keeping all checkpoints, with exact attention throughout or with MuSe."""
     recipe = dataclasses.replace(tiny(), steps=_STEPS, checkpoint_every=_STEPS // _CHECKPOINTS, keep=_CHECKPOINTS)
     return dataclasses.replace(recipe, attention=EXACT) if name == "exact" else recipe
 
@@ -112,8 +112,8 @@ def _attend(path: Path, place: Place, command: str, overwrite: bool) -> Benchmar
     plan = Plan.at_lengths(settings, [_LENGTH], list(ATTENTIONS))
     results = start_results(plan, path, overwrite=overwrite, remedy=REMEDY)
     tokens = f"{format_size(_LENGTH)} tokens, {format_heads(heads, heads)}"
-    what = f"one causal attention call on {tokens}, forward and backward"
-    if not _is_done(1, what, path, is_done=not plan.missing(results)):
+    part = f"one causal attention call on {tokens}, forward and backward"
+    if not _is_done(1, part, path, is_done=not plan.missing(results)):
         add_command(results, command)
         with progress_bar(plan.steps(results)) as on_step:
             run_plan(plan, results, path, on_step=on_step)
@@ -147,7 +147,7 @@ def _train(corpus: Corpus, recipe: Recipe, output: Path, place: Place, number: i
     from muse_lab.pretraining.run.folder import MODEL, RUN, run_corpus, run_recipe, with_full_name
     from muse_lab.pretraining.training import train
 
-    what = f"training on {recipe.steps * recipe.tokens_per_step:,} tokens with {recipe.attention}"
+    part = f"training on {recipe.steps * recipe.tokens_per_step:,} tokens with {recipe.attention}"
     is_done = (output / MODEL).exists() and not overwrite
     if is_done:
         before, recipe = run_recipe(output), with_full_name(recipe)
@@ -157,7 +157,7 @@ def _train(corpus: Corpus, recipe: Recipe, output: Path, place: Place, number: i
             {"corpus": run_corpus(output), **{name: getattr(before, name) for name in names}},
             {"corpus": corpus.fingerprint, **{name: getattr(recipe, name) for name in names}},
         )
-    if _is_done(number, what, output, is_done=is_done):
+    if _is_done(number, part, output, is_done=is_done):
         return
     with training_progress(recipe) as on_step:
         train(
@@ -191,9 +191,9 @@ def _compare(output: Path, call: BenchmarkResults, place: Place, command: str, o
     typer.echo(f"the report: {path}")
 
 
-def _is_done(number: int, what: str, place: Path, *, is_done: bool) -> bool:
-    """Say what begins, or that it is there already."""
-    typer.echo(f"{_count(number)}: {what}" + (f": {place} is there already" if is_done else ""))
+def _is_done(number: int, part: str, place: Path, *, is_done: bool) -> bool:
+    """Print the part that begins, or that its files are there already. Returns `is_done`."""
+    typer.echo(f"{_count(number)}: {part}" + (f": {place} is there already" if is_done else ""))
     return is_done
 
 

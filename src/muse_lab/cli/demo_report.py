@@ -23,8 +23,8 @@ from muse_lab.report.provenance import provenance_of
 from muse_lab.report.tree import Card, Link, Report, Section, Table, number, text
 
 ATTENTIONS = {"muse": "MuSe, default", "moba": "MoBA"}
-"""Of the long call, beside exact attention: names, and what they are called."""
-_RSE = "|o - o_exact|² / |o_exact|² of an output, the mean over queries. 0 is exact, and zeros have 1."
+"""Names and labels of the attentions of the long call, beside exact attention."""
+_RSE = "|o - o_exact|² / |o_exact|² of an output, the mean over queries. It is 0 for the exact output, and 1 for zeros."
 _DISTANCE = "The root of the RSE: how far an output is from the exact one, as a share of its norm."
 MEANING = f"RSE: {_RSE} Distance: its root. On synthetic queries and keys that form clusters."
 
@@ -89,7 +89,7 @@ def call_table(call: BenchmarkResults) -> Table:
 
 
 def training_lines(training: ComparisonResults) -> list[str]:
-    """What the two runs show, why MuSe was slower in them, and what they do not show."""
+    """What the two runs show, why MuSe was slower, and what they do not show."""
     exact, muse = training.runs.values()
     ratio = findings.speedup(training, muse)
     assert ratio is not None

@@ -36,7 +36,7 @@ def fidelity(
     attention: Annotated[
         Words, attentions("Attention to measure", "MuSeConfig.for_length, if there is no preset")
     ] = None,
-    preset: Annotated[Words, listed(f"Tables of the paper's kind: all, or {', '.join(PRESETS)}.", "none")] = None,
+    preset: Annotated[Words, listed(f"Tables like the paper's: all, or {', '.join(PRESETS)}.", "none")] = None,
     gradients: Annotated[bool, flag("--gradients", _GRADIENTS)] = False,
     run: ModelRun = _RUN,
 ) -> None:
@@ -64,14 +64,14 @@ def fidelity(
 
 
 def _requests(presets: Sequence[Preset], attentions: Sequence[str] | None, length: int) -> list[FidelityRequest]:
-    """Those named first, each once."""
+    """The named attentions and then those of presets, each once."""
     named = attentions or ([] if presets else ["muse"])
     requests = [FidelityRequest(full_name(attention, length), length) for attention in named]
     return list(dict.fromkeys([*requests, *(request for preset in presets for request in preset.requests)]))
 
 
 def _show(results: FidelityResults, requests: Sequence[FidelityRequest]) -> None:
-    """The errors; what was retrieved; those of gradients. What is known of none of the requests is absent."""
+    """Show tables of errors, of retrieval and of gradients, without measures that no request has."""
     title = f"{results.settings.title}, {results.heads} heads"
     for group in ((*ERROR, *TAIL), RETRIEVAL, GRADIENTS):
         if columns := measure_columns(group, requests, results.pooled):

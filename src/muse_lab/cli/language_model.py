@@ -1,4 +1,4 @@
-"""What commands that measure a language model share: the model, its texts, and their options."""
+"""Shared by commands that measure a language model: the model, its texts, and their options."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Place:
 
     @classmethod
     def choose(cls, device: str | None, dtype: str | None) -> Place:
-        """What was asked for, or what suits this machine; a ValueError if there is no such thing."""
+        """The device and dtype asked for, or this machine's defaults; raises ValueError for unknown ones."""
         device = device or default_device()
         check_device(device)
         dtype = dtype or ("bfloat16" if device == "cuda" else "float32")
@@ -61,7 +61,7 @@ class Place:
 
 
 def name_of(path: str | Path) -> str:
-    """The last part of a path; of the model in the folder of a run, the name of the run."""
+    """The last part of a path; for the model in the folder of a run, the name of the run."""
     folder = Path(path).expanduser().resolve()
     is_in_a_run = folder.name == "model" and (folder.parent / "run.json").is_file()
     return folder.parent.name if is_in_a_run else folder.name
@@ -70,7 +70,7 @@ def name_of(path: str | Path) -> str:
 def load_quietly(
     model: str, place: Place, *, download: bool = False
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Without the progress bars and warnings of transformers; raises ValueError or ImportError."""
+    """Load a model without progress bars and warnings of transformers; raises ValueError or ImportError."""
     with busy(f"loading {name_of(model)}"):
         silence_transformers()
         return load_model(model, dtype=DTYPES[place.dtype], device=place.device, download=download)
@@ -87,7 +87,7 @@ def silence_transformers() -> None:
 
 @dataclass(frozen=True)
 class Subject:
-    """What is measured."""
+    """A model and the tokens that it is measured on."""
 
     model: PreTrainedModel
     tokens: Tensor
@@ -105,17 +105,19 @@ def open_subject(
     download: bool = False,
     inside_files: bool = False,
 ) -> Subject:
-    """Load a model and read its text; a ValueError or ImportError of one line if that is not possible."""
+    """Load a model and read its text; raises a ValueError or ImportError of one line if that is not possible."""
     loaded, tokenizer = load_quietly(model, place, download=download)
     check_context(loaded, length)
     with busy(f"reading {describe_texts(texts)}"):
         read = (read_samples_inside if inside_files else read_samples)(tokenizer, texts, length, samples)
-        about = settings_of_model(model, loaded, place, read.tokens)
-    return Subject(loaded, read.tokens, TextSettings(text=read.source, length=length, samples=samples, **about))
+        model_settings = settings_of_model(model, loaded, place, read.tokens)
+    return Subject(
+        loaded, read.tokens, TextSettings(text=read.source, length=length, samples=samples, **model_settings)
+    )
 
 
 def settings_of_model(name: str, model: PreTrainedModel, place: Place, tokens: Tensor) -> dict[str, Any]:
-    """What the settings of every measurement say of the model; `tokens` are part of its fingerprint."""
+    """The settings of every measurement that describe the model; `tokens` are part of its fingerprint."""
     return {
         "model": describe_model(name_of(name), model),
         "device": place.device,
@@ -126,7 +128,7 @@ def settings_of_model(name: str, model: PreTrainedModel, place: Place, tokens: T
 
 @contextlib.contextmanager
 def short_warnings() -> Iterator[None]:
-    """A warning is one line, without the code that it came from and without PyTorch's stack of C++ calls."""
+    """Print each warning as one line, without its source code and without PyTorch's stack of C++ calls."""
     with warnings.catch_warnings():
         warnings.showwarning = lambda message, *where: say(str(message).partition(_STACK)[0])
         yield

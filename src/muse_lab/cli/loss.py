@@ -17,11 +17,12 @@ from muse_lab.cli.options import Words, attentions, listed, option, with_option_
 from muse_lab.evaluation.fidelity.presets import PRESETS, find_presets
 from muse_lab.evaluation.loss.curves import SHORTEST, fit_exact
 from muse_lab.evaluation.loss.endings import ending_position, measure_endings
-from muse_lab.evaluation.loss.loss_report import endings_in_words, loss_report, summary_table
+from muse_lab.evaluation.loss.loss_report import endings_in_words, has_leak, loss_report, summary_table
 from muse_lab.evaluation.loss.positions import LossResults, figure_attentions, measure
 from muse_lab.models import DEFAULT_MODEL
 
 _RUN = ModelRun(output=Path("out/loss"))
+_LEAK = "MuSe without a tolerance clusters the whole sequence: later tokens leak into its loss."
 
 
 @app.command()
@@ -51,7 +52,7 @@ def loss(
     other_ending: Annotated[
         float | None,
         option(
-            "Also measure how the loss before this share of each sample changes when the rest is that of the next one.",
+            "Also measure how the loss on this first share of each sample changes when the next one's ending follows.",
             "not measured",
         ),
     ] = None,
@@ -79,26 +80,26 @@ def loss(
             measure(subject.model, subject.tokens, attentions, results, measurement.path, on_step=on_step)
         if position is not None:
             with measurement.progress(results, len(results.missing(attentions, position))) as on_step:
-                of_what = (subject.model, subject.tokens, attentions, position)
-                measure_endings(*of_what, results, measurement.path, on_step=on_step)
+                measure_endings(
+                    *(subject.model, subject.tokens, attentions, position, results, measurement.path), on_step=on_step
+                )
         report = loss_report(results, measurement.path.stem)
         table = summary_table(results)
-        show(
-            table,
-            results.settings.title,
-            table.titles[1:4],
-            f"In nats; irreducible loss: {fit_exact(results).irreducible:.2f}. "
-            "MuSe's clustering sees the whole sequence, and its loss is measured with that.",
-        )
+        show(table, results.settings.title, table.titles[1:4], _caption(results))
         for sentence in endings_in_words(results):
             typer.echo(sentence)
         measurement.write(report)
 
 
+def _caption(results: LossResults) -> str:
+    irreducible = f"In nats; irreducible loss: {fit_exact(results).irreducible:.2f}."
+    return f"{irreducible} {_LEAK}" if any(map(has_leak, results.whole)) else irreducible
+
+
 def _attentions(named: Sequence[str], presets: Sequence[str], length: int) -> list[str]:
-    """Exact attention first: the others are compared with it."""
+    """The attentions to measure, exact attention first: the others are compared with it."""
     if not named and not presets:
         return list(figure_attentions(length))
     requests = [request for preset in find_presets(list(presets), length) for request in preset.requests]
-    of_presets = [request.attention for request in requests if request.length == length]
-    return list(dict.fromkeys(["exact", *(full_name(attention, length) for attention in named), *of_presets]))
+    in_presets = [request.attention for request in requests if request.length == length]
+    return list(dict.fromkeys(["exact", *(full_name(attention, length) for attention in named), *in_presets]))

@@ -1,4 +1,4 @@
-"""What commands that measure share: where results go, how a run goes on, tables on the terminal, and reports."""
+"""Shared by commands that measure: result files, continuing a run, tables on the terminal, and reports."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Samples = Annotated[int, option("Number of consecutive samples of the text.")]
 Output = Annotated[Path, typer.Option(help="Output directory.", parser=nonempty_path)]
 _NOT_SPELLED = ("overwrite",)
 _PATHS = ("model", "text", "corpus", "captures", "saved")
-"""Options whose folders are in no file of results."""
+"""Options of which results record only the last part of the path."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,7 @@ class ModelRun:
         return Place.choose(self.device, self.dtype)
 
     def name_for(self, model: str) -> str:
-        """Of the files."""
+        """Base name of the result files."""
         return name_of(model) if self.name is None else self.name
 
 
@@ -75,12 +75,12 @@ class Measurement(Generic[Results]):
         ending: str = "",
         settled: Mapping[str, object] | None = None,
     ) -> None:
-        """Raises ValueError, before a model is loaded, if results cannot go there, or if what is there is broken.
+        """Raises ValueError, before a model is loaded, if the file of results cannot be used or is broken.
 
         Args:
-            name: of the files
-            ending: that they have after it, before that of a file
-            settled: values of options that the command was called without, or with in another form
+            name: base name of the files
+            ending: suffix of the base name
+            settled: values of options that were left out, or given in another form
         """
         self.path = options.output / f"{file_stem(name)}{ending}.json"
         self._kind = kind
@@ -91,12 +91,12 @@ class Measurement(Generic[Results]):
         self._recorded = spell(context, {**place, "name": name, **(settled or {})}, is_recorded=True)
 
     def start(self, settings: Any) -> Results:
-        """The results so far; a ValueError if those in the file are of something else."""
+        """The results so far; raises ValueError if the file has results of another measurement."""
         make_folder(self.path.parent)
         return self._kind.start(settings, self.path, overwrite=self._overwrite)
 
     def progress(self, results: Results, steps: int) -> contextlib.AbstractContextManager[Callable[[str, int], None]]:
-        """A bar for the steps that are missing. If there are any, the results record the command."""
+        """A progress bar for the missing steps. If there are any, the results record the command."""
         if steps:
             add_command(results, self._recorded)
         return progress_bar(steps)
@@ -110,10 +110,10 @@ class Measurement(Generic[Results]):
 
 @contextlib.contextmanager
 def measuring(path: Path, again: str, *, overwrite: bool = False) -> Iterator[Callable[[], str]]:
-    """Errors and warnings are one line each; what ends a run says how to go on. Gives the function that says it.
+    """Print errors and warnings as one line each, and how to continue. Yields the function that says how.
 
     Args:
-        again: the command that continues the run, so without --overwrite
+        again: the command that continues the run, without --overwrite
     """
     replaced = _file_number(path) if overwrite else None
 
@@ -140,8 +140,8 @@ def spell(context: typer.Context, settled: Mapping[str, object], *, is_recorded:
     """The command that was called, with every option that has a value, in order.
 
     Args:
-        settled: values in place of those it was called with; None leaves an option out
-        is_recorded: for the file of the results: without their folder, and with the last part of each path alone
+        settled: values that replace those given; None leaves an option out
+        is_recorded: for the file of results: without the output folder, and with only the last part of each path
     """
     words = ["muse", *context.command_path.split()[1:]]
     parameter: Any
@@ -153,10 +153,10 @@ def spell(context: typer.Context, settled: Mapping[str, object], *, is_recorded:
         if isinstance(value, bool):
             words += (parameter.opts if value else parameter.secondary_opts)[:1]
             continue
-        for one in value if isinstance(value, list | tuple) else [value]:
+        for word in value if isinstance(value, list | tuple) else [value]:
             words += parameter.opts[:1] if parameter.param_type_name == "option" else []
             is_short = is_recorded and name in _PATHS and name not in settled
-            words.append(name_of(one) if is_short else str(one))
+            words.append(name_of(word) if is_short else str(word))
     return shlex.join(words)
 
 
@@ -166,9 +166,11 @@ def add_command(results: StoredResults, command: str) -> None:
 
 
 def show(table: Table, title: str, columns: Mapping[str, str] | Iterable[str], caption: str = "") -> None:
-    """On the terminal: the first column, and those of these titles, by what they are called there."""
-    called = dict(columns) if isinstance(columns, Mapping) else {name: name.replace(" ", "\n", 1) for name in columns}
-    shown = {name: short for name, short in called.items() if name in table.titles}
+    """Print a table on the terminal: its first column, and the columns with these titles, under short titles."""
+    short_titles = (
+        dict(columns) if isinstance(columns, Mapping) else {name: name.replace(" ", "\n", 1) for name in columns}
+    )
+    shown = {name: short for name, short in short_titles.items() if name in table.titles}
     printed = new_table(title, *shown.values())
     printed.caption = caption or None
     for first, *cells in zip(table.column(table.titles[0]), *map(table.column, shown), strict=True):
@@ -177,7 +179,7 @@ def show(table: Table, title: str, columns: Mapping[str, str] | Iterable[str], c
 
 
 def write(report: Report, path: Path, *others: Path) -> None:
-    """The files of a report beside those of its results, and a line that names them."""
+    """Write the files of a report beside those of its results, and print their names."""
     with busy(f"writing the report {path.with_suffix('.html')}"):
         written = write_report(report, path, say)
     typer.echo(f"wrote {', '.join(map(str, [*others, *written]))}")

@@ -1,4 +1,4 @@
-"""The pages of `muse report` that compare models on the same needles: those of a folder, and over several folders."""
+"""The pages of `muse report` that compare models on the same needles: within a folder, and over several folders."""
 
 from __future__ import annotations
 
@@ -22,24 +22,26 @@ OVER_TRAININGS = "needles-over-trainings"
 
 
 def write_needle_comparisons(folders: Mapping[Path, Mapping[str, NeedleResults]]) -> dict[Path, str]:
-    """The pages that compare models, and their headlines.
+    """Write the pages that compare models. Returns the pages with their headlines.
 
-    Of the models in a folder there is a page for those that had the same questions. Of folders side by side, each a
-    training of the same models, there is one over those whose models had the same questions.
+    Models in one folder that were asked the same questions share a page. So do sibling folders, each a training of the
+    same models, if their models were asked the same questions.
     """
     pages: dict[Path, str] = {}
     trainings: dict[Path, list[tuple[str, Models]]] = {}
-    for folder, found in folders.items():
-        several = [reference_first(group) for group in _grouped(found.items(), have_same_questions) if len(group) > 1]
-        if not several or _is_taken(COMPARED, folder, found):
+    for folder, results in folders.items():
+        comparable = [
+            reference_first(group) for group in _grouped(results.items(), have_same_questions) if len(group) > 1
+        ]
+        if not comparable or _is_taken(COMPARED, folder, results):
             continue
-        compared = {name for group in several for name in group}
-        for name in (name for name in found if name not in compared):
+        compared = {name for group in comparable for name in group}
+        for name in (name for name in results if name not in compared):
             say(f"{folder / name}.json is compared with none: no other model in the folder was asked the same")
-        pages |= _write_numbered([needle_comparison(models) for models in several], folder / COMPARED)
-        trainings.setdefault(folder.parent, []).extend((folder.name, models) for models in several)
-    for parent, of_parent in trainings.items():
-        alike = _grouped(_answered(of_parent), _are_alike)
+        pages |= _write_numbered([needle_comparison(models) for models in comparable], folder / COMPARED)
+        trainings.setdefault(folder.parent, []).extend((folder.name, models) for models in comparable)
+    for parent, siblings in trainings.items():
+        alike = _grouped(_answered(siblings), _are_alike)
         repeated = [group for group in alike if len(group) > 1]
         if not repeated or _is_taken(OVER_TRAININGS, parent, folders.get(parent, {})):
             continue
@@ -49,22 +51,22 @@ def write_needle_comparisons(folders: Mapping[Path, Mapping[str, NeedleResults]]
     return pages
 
 
-def _is_taken(page: str, folder: Path, found: Mapping[str, NeedleResults]) -> bool:
+def _is_taken(page: str, folder: Path, results: Mapping[str, NeedleResults]) -> bool:
     """Whether a model has the name of a page, which would overwrite its report."""
-    if page in found:
+    if page in results:
         say(f"{folder / page}.json has the name of a comparison; rename it, and the models are compared")
-    return page in found
+    return page in results
 
 
-def _grouped(found: Iterable[tuple[str, Item]], are_alike: Callable[[Item, Item], bool]) -> list[dict[str, Item]]:
-    """Together those that are like the first of a group."""
+def _grouped(items: Iterable[tuple[str, Item]], are_alike: Callable[[Item, Item], bool]) -> list[dict[str, Item]]:
+    """Groups of items that are each like the first of their group."""
     groups: list[dict[str, Item]] = []
-    for name, one in found:
-        group = next((group for group in groups if are_alike(next(iter(group.values())), one)), None)
+    for name, item in items:
+        group = next((group for group in groups if are_alike(next(iter(group.values())), item)), None)
         if group is None:
-            groups.append({name: one})
+            groups.append({name: item})
         else:
-            group[name] = one
+            group[name] = item
     return groups
 
 
@@ -77,14 +79,14 @@ def _answered(trainings: Iterable[tuple[str, Models]]) -> Iterator[tuple[str, Mo
 
 
 def _are_alike(models: Models, others: Models) -> bool:
-    """Whether they are compared with one of the same name and shape, and were asked the same."""
+    """Whether their references have the same name and shape, and were asked the same questions."""
     (name, results), (other, other_results) = next(iter(models.items())), next(iter(others.items()))
     is_same_shape = results.settings.shape == other_results.settings.shape
     return name == other and is_same_shape and have_same_questions(results, other_results)
 
 
 def _write_numbered(reports: Sequence[Report], first: Path) -> dict[Path, str]:
-    """The pages of reports of one kind, and their headlines."""
+    """Write reports of one kind under numbered names. Returns the pages with their headlines."""
     pages: dict[Path, str] = {}
     for place, report in enumerate(reports, start=1):
         path = first if place == 1 else first.with_name(f"{first.name}-{place}")

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _TEXT_TOKENS = 2**20
-"""Of a haystack of texts, unless four times the longest context is more."""
+"""Tokens of a haystack of texts, unless four times the longest context is more."""
 _LOOKUPS_HELP = (
     "Measure how much of exact attention's weight on the needle each attention retrieves, in every head, instead of "
     "asking for answers. Writes NAME-lookups.json, .md, .csv and .html."
@@ -99,13 +99,14 @@ def needles(
     texts, asked_for, kinds = text or [], attention or ["muse"], kind or list(KINDS)
     with user_errors():
         lengths = parse_size_list(length or [_LENGTHS])
-        for one in kinds:
-            check_kind(one)
+        for name in kinds:
+            check_kind(name)
         if lookups and gradients:
             raise ValueError("--lookups and --gradients measure different things; ask for one, then for the other")
-        others = [] if lookups or gradients else ["exact"]  # first, as the others are compared with it
+        reference = [] if lookups or gradients else ["exact"]
         names = {
-            tokens: list(dict.fromkeys([*others, *(full_name(one, tokens) for one in asked_for)])) for tokens in lengths
+            tokens: list(dict.fromkeys([*reference, *(full_name(name, tokens) for name in asked_for)]))
+            for tokens in lengths
         }
         if samples_per_depth < 1:
             raise ValueError(f"--samples-per-depth {samples_per_depth} measures nothing; choose at least 1")
@@ -137,23 +138,23 @@ def needles(
 
 @dataclass(frozen=True)
 class _Subject:
-    """What is measured."""
+    """A model, its samples, and the kinds to measure."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     samples: NeedleSamples
     kinds: dict[int, list[str]]
-    """that have room, by length"""
+    """that fit, by length"""
     settings: NeedleSettings
 
 
 @dataclass(frozen=True)
 class _Measured:
-    """One of the things that can be measured on needle samples, and what of it is shown on the terminal."""
+    """A measurement on needle samples, and the columns of it that are shown on the terminal."""
 
     results: type[MeasuredSamples]
     ending: str
-    """of the files, after the name of the model"""
+    """suffix of the base name of the files"""
     measure: Callable[[_Subject, Sequence[NeedleTask], Any, Path, OnStep], None]
     report: Callable[[Any, str], Report]
     table: Callable[[Any], Table]
@@ -164,7 +165,7 @@ class _Measured:
 _ANSWERS = _Measured(
     NeedleResults,
     "",
-    lambda of, *rest: measure(of.model, of.tokenizer, of.samples, *rest),
+    lambda subject, *rest: measure(subject.model, subject.tokenizer, subject.samples, *rest),
     needle_report.needle_report,
     needle_report.summary_table,
     {name: name for name in ("length", "kind", "n")}
@@ -178,7 +179,7 @@ _ANSWERS = _Measured(
 _LOOKUPS = _Measured(
     LookupResults,
     "-lookups",
-    lambda of, *rest: measure_lookups(of.model, of.samples, *rest),
+    lambda subject, *rest: measure_lookups(subject.model, subject.samples, *rest),
     lookup_report.lookup_report,
     lookup_report.summary_table,
     ("length", "kind", "samples", "found", "exact", "pairs", "strong heads", "found, strong"),
@@ -187,11 +188,11 @@ _LOOKUPS = _Measured(
 _GRADIENTS = _Measured(
     GradientResults,
     "-gradients",
-    lambda of, *rest: measure_gradients(of.model, of.samples, *rest),
+    lambda subject, *rest: measure_gradients(subject.model, subject.samples, *rest),
     gradient_report.gradient_report,
     gradient_report.summary_table,
     ("length", "samples", "kept", "cosine", "kept, q and k", "cosine, q and k"),
-    "Of the answers' gradient: the component along exact attention's, as a share of it; q and k: projections.",
+    "Component of the answers' gradient along exact attention's, as a share of it; q and k: projections.",
 )
 
 
@@ -204,7 +205,7 @@ def _open(
     seed: int,
     run: ModelRun,
 ) -> _Subject:
-    """Load a model and its haystack; a ValueError or ImportError of one line if samples cannot be made of them."""
+    """Load a model and its haystack; raises a ValueError or ImportError of one line if they give no samples."""
     loaded, tokenizer = load_quietly(model, run.place, download=run.download)
     check_context(loaded, max(lengths))
     backend = fast_tokenizer(tokenizer)
@@ -219,28 +220,28 @@ def _open(
             haystack = _corpus_haystack(backend, corpus)
     check_enough(haystack, max(lengths))
     samples = NeedleSamples(backend, haystack, begin=tokenizer("").input_ids, seed=seed)
-    # The words for a corpus have its fingerprint; those for texts do not say what is in them.
-    looked_at = np.concatenate(haystack.files) if isinstance(haystack, TextHaystack) else np.empty(0, np.int64)
-    about = settings_of_model(model, loaded, run.place, torch.from_numpy(looked_at))
-    settings = NeedleSettings(haystack=haystack.source, seed=seed, version=VERSION, **about)
+    # The description of a corpus has its fingerprint; that of texts does not depend on their contents.
+    text_tokens = np.concatenate(haystack.files) if isinstance(haystack, TextHaystack) else np.empty(0, np.int64)
+    model_settings = settings_of_model(model, loaded, run.place, torch.from_numpy(text_tokens))
+    settings = NeedleSettings(haystack=haystack.source, seed=seed, version=VERSION, **model_settings)
     return _Subject(loaded, tokenizer, samples, _with_room(samples, lengths, kinds), settings)
 
 
 def _with_room(samples: NeedleSamples, lengths: Sequence[int], kinds: Sequence[str]) -> dict[int, list[str]]:
     """The kinds that fit into each length; a line names those that do not. Raises ValueError if none fits."""
     shortest = {kind: samples.shortest(kind) for kind in kinds}
-    found = {length: [kind for kind in kinds if shortest[kind] <= length] for length in lengths}
-    if not any(found.values()):
-        samples.make(min(kinds, key=shortest.__getitem__), max(lengths), 0, 0)  # raises, and says what it needs
+    fitting = {length: [kind for kind in kinds if shortest[kind] <= length] for length in lengths}
+    if not any(fitting.values()):
+        samples.make(min(kinds, key=shortest.__getitem__), max(lengths), 0, 0)  # raises, with the length it needs
     left_out = [
         f"{kind} at {format_size(length)}, which needs {shortest[kind]} tokens"
         for length in lengths
         for kind in kinds
-        if kind not in found[length]
+        if kind not in fitting[length]
     ]
     if left_out:
         say(f"left out: {'; '.join(left_out)}")
-    return found
+    return fitting
 
 
 def _corpus_haystack(tokenizer: Tokenizer, folder: Path) -> Haystack:
@@ -253,7 +254,7 @@ def _corpus_haystack(tokenizer: Tokenizer, folder: Path) -> Haystack:
 
 
 def _tell_failures(results: NeedleResults, tasks: Sequence[NeedleTask], again: str) -> bool:
-    """Report failures among the requested samples; whether there are any."""
+    """Report failures among the requested samples. Returns whether there are any."""
     failed = [task for task in tasks if results.measured[task].error]
     if failed:
         task, error = failed[0], results.measured[failed[0]].error

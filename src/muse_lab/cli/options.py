@@ -1,11 +1,11 @@
-"""Options: lists, whose parts are separated by commas or by repeating the option, and groups, declared once.
+"""Options: lists, comma-separated or repeated, and groups that several commands share.
 
     @app.command()
     @with_option_groups
     def loss(attention: Annotated[Words, attentions("...", "...")] = None, run: ModelRun = _RUN) -> None: ...
 
-has an option for each field of the dataclass `ModelRun`, with the defaults of `_RUN`, and gets the `ModelRun` that was
-asked for.
+has an option for each field of the dataclass `ModelRun`, with the defaults of `_RUN`, and receives a `ModelRun` of the
+given values.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Words = list[str] | None
 
 
 def split_words(texts: Iterable[str]) -> list[str]:
-    """At commas, each word once."""
+    """The words between commas, each once."""
     return list(dict.fromkeys(word.strip() for text in texts for word in text.split(",")))
 
 

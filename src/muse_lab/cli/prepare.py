@@ -26,8 +26,8 @@ from muse_lab.records.earlier_results import find_earlier
 
 KINDS = ("python", "repositories", "stack", "dolma", "text")
 CODE, PROSE = "code", "prose"
-_OF_THE_PAPER = ("stack", "dolma")
-"""Kinds of the paper's data, of which it leaves out what is too large."""
+_PAPER_KINDS = ("stack", "dolma")
+"""Kinds of the paper's data, whose largest documents the paper leaves out."""
 
 
 @app.command()
@@ -73,7 +73,7 @@ def prepare(
         typer.Option(
             "--skip-large/--cut-large",
             help="Skip documents that are too large, or cut them.",
-            show_default="left out of stack and dolma, as in the paper, else cut",
+            show_default="skipped in stack and dolma, as in the paper, else cut",
         ),
     ] = None,
     pack: Annotated[
@@ -94,8 +94,8 @@ def prepare(
 ) -> None:
     """Prepare texts for pretraining: filter, join, split and tokenize them.
 
-    Writes shards of tokens, an index of documents, the tokenizer, and manifest.json when all of that is whole. A
-    corpus that is there already is kept if it was made from the same sources with the same settings, by their names.
+    Writes shards of tokens, an index of documents, the tokenizer, and at the end manifest.json. An existing
+    corpus is kept if the names of its sources and its settings are the same.
     """
     paths = source or []
     with user_errors():
@@ -105,7 +105,7 @@ def prepare(
             vocabulary=parse_size(vocabulary),
             tokenizer=tokenizer,
             buckets=Buckets(parse_size(smallest or ("16k" if pack is None else "1")), parse_size(largest)),
-            skip_large=kind in _OF_THE_PAPER if skip_large is None else skip_large,
+            skip_large=kind in _PAPER_KINDS if skip_large is None else skip_large,
             held_out=held_out,
             seed=seed,
             pack=None if pack is None else parse_size(pack),
@@ -147,13 +147,13 @@ def _kind(kind: str | None, paths: Sequence[Path]) -> str:
         raise ValueError(f"unknown kind {kind!r}; use one of {', '.join(KINDS)}")
     if (kind == "python") == bool(paths):
         raise ValueError(
-            "the kind python is what is installed: leave out SOURCE" if paths else f"the kind {kind} needs a SOURCE"
+            "the kind python reads what is installed: leave out SOURCE" if paths else f"the kind {kind} needs a SOURCE"
         )
     return kind
 
 
 class _Part(NamedTuple):
-    """What is taken of the sources."""
+    """The part of the sources that is read."""
 
     content: str
     topic: str | None
@@ -168,7 +168,7 @@ class _Part(NamedTuple):
             raise ValueError(f"--topic and --length-bucket are of LongMino, the kind dolma, not {kind}; leave them out")
 
     def in_words(self) -> str:
-        """Empty for all of it."""
+        """Empty if everything is read."""
         named = [*([self.content] if self.content != CODE else []), *filter(None, (self.topic, self.length_bucket))]
         return f" ({', '.join(named)})" if named else ""
 
@@ -192,7 +192,7 @@ def _repositories(
     if kind == "dolma":
         return dolma_documents(paths, topic=part.topic, length_bucket=part.length_bucket)
     if contents is None:
-        raise ValueError("The Stack v2 has ids alone: give the folder or URL of the contents by --contents")
+        raise ValueError("The Stack v2 has only ids: give the folder or URL of the contents by --contents")
     return stack_repositories(paths, open_contents(contents, largest=settings.largest_code))
 
 
@@ -216,9 +216,9 @@ def _show(manifest: Manifest) -> None:
         f"{counts['documents']:,} documents, {counts['files']:,} files, {counts['repositories']:,} repositories; "
         f"{manifest.vocabulary:,} tokens in the vocabulary"
     )
-    for what, skipped in (("documents", manifest.skipped_documents), ("files", manifest.skipped_files)):
+    for noun, skipped in (("documents", manifest.skipped_documents), ("files", manifest.skipped_files)):
         if skipped:
             reasons = ", ".join(f"{number:,} {reason}" for reason, number in skipped.items())
-            typer.echo(f"left out, {what}: {reasons}")
+            typer.echo(f"left out, {noun}: {reasons}")
     for name, reason in manifest.broken.items():
         say(f"left out {name}: {reason}")

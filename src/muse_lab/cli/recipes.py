@@ -20,7 +20,7 @@ def recipes(
         str | None, typer.Argument(help=f"{', '.join(RECIPES)}.", show_default="all, with the fields of tiny")
     ] = None,
 ) -> None:
-    """List the recipes of `muse train`, and what their fields mean, with the values that one of them has.
+    """List the recipes of `muse train`, and what their fields mean, with their values in one recipe.
 
     Each field can be changed: muse train out/corpus --recipe tiny FIELD=VALUE
     """
@@ -30,8 +30,8 @@ def recipes(
         summaries = Table(box=SIMPLE, title="recipes", title_style="", title_justify="left", pad_edge=False)
         summaries.add_column("recipe")
         summaries.add_column("what it trains")
-        for of, make in RECIPES.items():
-            summaries.add_row(of, inspect.getdoc(make))
+        for recipe_name, make in RECIPES.items():
+            summaries.add_row(recipe_name, inspect.getdoc(make))
         console.print(summaries)
     table = Table(box=SIMPLE, title=f"recipe {name or 'tiny'}", title_style="", title_justify="left", pad_edge=False)
     table.add_column("field", no_wrap=True)

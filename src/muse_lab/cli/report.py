@@ -42,11 +42,11 @@ from muse_lab.report.tree import Link, Provenance, Report, Section
 
 @dataclass(frozen=True)
 class _Kind:
-    """Of results: how their files are known, read and reported."""
+    """A kind of results: how its files are recognised, read and reported."""
 
     title: str
     key: str
-    """that no other kind has"""
+    """a key of its JSON that no other kind has"""
     read: Callable[[Path], Any]
     report: Callable[[Any, str], Report]
 
@@ -65,16 +65,16 @@ _KINDS = (
 )
 
 _MOST_FILES = 10_000
-"""In a folder of results, with all in it: more are a home folder, or a disk."""
+"""Below a folder of results, at most: more are a home folder, or a disk."""
 _LEFT_OUT = {"node_modules", "site-packages"}
 _ENVIRONMENT = "pyvenv.cfg"
-"""In the folder of a virtual environment."""
+"""The file that marks a virtual environment."""
 _COMMANDS = "muse bench, fidelity, loss, compare, eval or tune"
 
 
 @dataclass(frozen=True)
 class _Reported:
-    """Results that have their reports beside them."""
+    """Results whose report was written."""
 
     kind: _Kind
     path: Path
@@ -89,27 +89,27 @@ def report(
         typer.Argument(help=f"Result files of {_COMMANDS}, or their folder.", parser=nonempty_path),
     ] = None,
 ) -> None:
-    """Write the reports of results anew, without measuring anything, and for a folder index.html, which leads to them.
+    """Write the reports of results again, without measuring anything, and for a folder index.html with links to them.
 
-    Models in one folder that were asked for the same needles are compared there, with the one named exact or else the
-    first by name. Folders side by side in a given one that hold such models of one shape, one folder for each training,
-    are compared over folders.
-    Of an interrupted run, what was measured to its end is reported. Results that cannot be are named with the reason,
-    and the exit code is 1; it is 2 if nothing is reported. No file is replaced but those of earlier reports.
+    Models in one folder that were asked for the same needles are compared with the one named exact, or else the first
+    by name. Sibling folders that hold such models of one shape, one folder for each training, are compared over
+    folders.
+    An interrupted run is reported with what it has finished. Results that cannot be reported are named with the reason,
+    and the exit code is 1; it is 2 if nothing is reported. Only files of earlier reports are replaced.
     """
-    with user_errors(), run_errors(lambda: "the results themselves are as they were"):
+    with user_errors(), run_errors(lambda: "the results themselves are unchanged"):
         if not results:
             raise ValueError(f"give result files of {_COMMANDS}, or their folder")
         reported: list[_Reported] = []
         are_left_out = False
-        for path in list(_files(results)):  # one that is not there is known before anything is written
+        for path in list(_files(results)):  # a missing file is known before anything is written
             try:
                 kind = _find_kind(path)
                 if kind is not None:
-                    found = kind.read(path)
-                    described = kind.report(found, path.stem)
+                    loaded = kind.read(path)
+                    described = kind.report(loaded, path.stem)
                     write(described, path, path)
-                    reported.append(_Reported(kind, path, found, described.headline))
+                    reported.append(_Reported(kind, path, loaded, described.headline))
                 elif path in results:
                     raise ValueError(f"it holds no results of {_COMMANDS}")
             except (ArithmeticError, FileExistsError, ValueError) as error:
@@ -140,7 +140,7 @@ def _files(paths: list[Path]) -> Iterator[Path]:
 
 
 def _find_kind(path: Path) -> _Kind | None:
-    """None for other JSON files, such as data and recipes; raises ValueError for what cannot be read to its end."""
+    """The kind of a file of results; None for other JSON. Raises ValueError for results that cannot be read."""
     try:
         text = read_regular(path).decode(errors="replace")
     except OSError as error:
@@ -148,8 +148,8 @@ def _find_kind(path: Path) -> _Kind | None:
     try:
         document = parse_json(text, finite=False)
     except ValueError:
-        if '"machine"' in text:  # with which all results begin
-            raise ValueError("it is not whole; copy it again") from None
+        if '"machine"' in text:  # all results begin with it
+            raise ValueError("it is incomplete; copy it again") from None
         return None
     if not isinstance(document, dict) or not {"machine", "settings"} <= document.keys():
         return None
@@ -185,9 +185,9 @@ def _contents(folder: Path, reported: list[_Reported], comparisons: dict[Path, s
     """Links to the reports of a folder, by kind, with the headline of each."""
     sections = []
     for kind in _KINDS:
-        of_kind = {done.path.with_suffix(".html"): done.headline for done in reported if done.kind is kind}
-        if of_kind:
-            pages = (comparisons if kind is _NEEDLES else {}) | of_kind
+        reports_of_kind = {done.path.with_suffix(".html"): done.headline for done in reported if done.kind is kind}
+        if reports_of_kind:
+            pages = (comparisons if kind is _NEEDLES else {}) | reports_of_kind
             sections.append(Section(kind.title, links=[_link(page, folder, line) for page, line in pages.items()]))
     machines = dict.fromkeys("; ".join(machine_lines(done.results.machine)) for done in reported)
     commands = dict.fromkeys(command for done in reported for command in done.results.commands)
@@ -205,7 +205,7 @@ def _find_json(folder: Path) -> list[Path]:
 
     Those in hidden folders, in virtual environments and behind links are left out.
 
-    Raises ValueError for a folder that holds too much, or that cannot be read.
+    Raises ValueError for a folder that holds too many files, or that cannot be read.
     """
 
     def refuse(error: OSError) -> None:
@@ -213,7 +213,7 @@ def _find_json(folder: Path) -> list[Path]:
             f"cannot read the folder {error.filename}: {error.strerror}; make it readable, or name the files to report"
         )
 
-    found: list[Path] = []
+    paths: list[Path] = []
     seen = 0
     for inner, folders, names in os.walk(folder, onerror=refuse):
         if _ENVIRONMENT in names and Path(inner) != folder:
@@ -223,5 +223,5 @@ def _find_json(folder: Path) -> list[Path]:
         seen += len(names)
         if seen > _MOST_FILES:
             raise ValueError(f"{folder} holds more than {_MOST_FILES:,} files; give the folder of the results alone")
-        found += [Path(inner, name) for name in names if name.endswith(".json")]
-    return sorted(found)
+        paths += [Path(inner, name) for name in names if name.endswith(".json")]
+    return sorted(paths)

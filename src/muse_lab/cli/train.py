@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 _SMOOTHING = 0.9
 _LESS_MEMORY = ("micro_batch=1", "recompute=true")
 _CPU_FLOPS = 5e10
-"""Of a CPU, about, for a warning before a run that is not meant for one."""
+"""Approximate speed of a CPU, for a warning before a run that is too large for one."""
 _LONG_ON_CPU = datetime.timedelta(hours=1)
 
 
@@ -65,7 +65,7 @@ _OPTIONS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("seed", "initial"), ()),
     "mixture": ("--mixture", "--train-mixture"),
 }
-"""Fields of a recipe that have an option, and what it is called, if not as the field."""
+"""Fields of a recipe that have an option, and its names if they differ from the field's."""
 _FIELDS: Any = dataclasses.make_dataclass(
     "Fields", [(name, Annotated[str | None, _field(name, *flags)], None) for name, flags in _OPTIONS.items()]
 )()
@@ -120,8 +120,8 @@ def train(
 ) -> None:
     """Pretrain a language model with any attention in its global layers.
 
-    A run that was stopped goes on when the same command is run again; another one in its folder is refused. SIGTERM and
-    Ctrl-C stop it with a checkpoint, a second signal at once.
+    A run that was stopped continues when the same command is run again; another run in its folder is refused. SIGTERM
+    and Ctrl-C stop it with a checkpoint, a second signal stops it at once.
 
     On several GPUs: torchrun --nproc-per-node 8 -m muse_lab.cli train ... mesh=2x4
     """
@@ -146,7 +146,7 @@ def train(
             if options.get(key) is not None:
                 raise ValueError(f"{key} is given twice, as {change} and as an option: {options[key]}; leave one out")
         if resume and recipe is None and continue_from is None and not has_run(output):
-            raise ValueError(f"there is no run in {output} to go on with; name a --recipe to start one")
+            raise ValueError(f"there is no run in {output} to resume; name a --recipe to start one")
         if continue_from is not None:
             _check_continues(continue_from, output, recipe, resume=resume)
             chosen = further_recipe(continue_from, wanted)
@@ -156,8 +156,8 @@ def train(
             chosen = override(base, _with_short_warmup(base, wanted))
             if recipe in GOES_ON_FROM and not chosen.initial and chosen.peak_rate == base.peak_rate:
                 say(
-                    f"{recipe} has the rate of a run that goes on from a model of the recipe {GOES_ON_FROM[recipe]}; "
-                    "give that by --initial, or another --peak-rate"
+                    f"{recipe} has the rate of a run that starts from a model of the recipe {GOES_ON_FROM[recipe]}; "
+                    "give that model by --initial, or another --peak-rate"
                 )
         data = read_corpus(corpus)
         if continue_from is not None and overwrite:
@@ -214,7 +214,7 @@ def train(
 
 
 def parse_duration(text: str) -> int:
-    """In seconds, of `45s`, `90m`, `3h`, `1h30m` or `2d`; a ValueError for anything else, and for 0."""
+    """Seconds of `45s`, `90m`, `3h`, `1h30m` or `2d`; raises ValueError for anything else, and for 0."""
     match = _DURATION.fullmatch(text.strip())
     seconds = sum(int(count or 0) * unit for count, unit in zip(match.groups(), _SECONDS, strict=True)) if match else 0
     if seconds < 1:
@@ -225,7 +225,7 @@ def parse_duration(text: str) -> int:
 def _check_continues(run: Path, output: Path, recipe: str | None, *, resume: bool) -> None:
     if recipe is not None or resume:
         unwanted = "--recipe" if recipe is not None else "--resume"
-        raise ValueError(f"--continue-from has the recipe of {run}, and goes on by itself; leave {unwanted} out")
+        raise ValueError(f"--continue-from takes the recipe of {run}, and resumes by itself; leave {unwanted} out")
     if run.expanduser().resolve() == output.expanduser().resolve():
         raise ValueError(f"--continue-from {run} leaves that run as it is; choose another --output")
 
@@ -256,7 +256,7 @@ def _warn_of_long_run(recipe: Recipe, corpus: Corpus, updates: int) -> None:
 
 @contextlib.contextmanager
 def training_progress(recipe: Recipe) -> Iterator[Callable[[Step], None]]:
-    """A line with the loss, the speed and the time left: moving on a terminal, else one now and then on stdout."""
+    """Show the loss, the speed and the time left: a moving line on a terminal, else a line now and then on stdout."""
     speed, error, answers, held_out = 0.0, None, None, None
     next_line = time.monotonic() + SECONDS_BEFORE_FIRST_LINE
     with phases_bar(says_lines=False) as on_phase:

@@ -35,7 +35,7 @@ _SHOWN = ("ms", "speed-up", "RSE", "RSE 99%", "RSE > 0.1", "keys", "found", "lea
 
 @dataclass(frozen=True)
 class _Options:
-    """What is to be measured, and on what."""
+    """What to measure, and on which heads."""
 
     model: Model = DEFAULT_MODEL
     text: Text = None
@@ -44,7 +44,10 @@ class _Options:
     )
     error: Annotated[
         float | None,
-        option("Maximum relative squared error, pooled over heads.", "that of the paper's sizes, and what they find"),
+        option(
+            "Maximum relative squared error, pooled over heads.",
+            "that of the paper's sizes, finding as many single keys",
+        ),
     ] = None
     heads: Annotated[int, option("Number of heads to measure, spread over the layers.")] = 12
     samples: Annotated[int, option("Number of consecutive samples of the text to capture.")] = 1
@@ -68,7 +71,7 @@ class _Options:
         if self.groups and self.saved is None:
             raise ValueError("--groups needs --save-captures FILE: muse tune measures heads with keys of their own")
         if self.compact and self.saved is None:
-            raise ValueError("--compact needs --save-captures FILE: it is about what that writes")
+            raise ValueError("--compact needs --save-captures FILE: it makes that file smaller")
         if self.error is not None and not self.error >= 0:
             raise ValueError(f"--error {self.error} must be a number of at least 0")
         for named in [*(self.attention or []), *(self.only or [])]:
@@ -76,7 +79,7 @@ class _Options:
 
     @property
     def tokens(self) -> int | None:
-        """Of a sample, if that was said."""
+        """Tokens of a sample; None without --length."""
         return None if self.length is None else parse_size(self.length)
 
 
@@ -106,17 +109,17 @@ def tune(context: typer.Context, options: _Options = _OPTIONS, run: ModelRun = _
                 save_captures(captured, saved, compact=options.compact)
             typer.echo(f"wrote {saved}; measure on it anywhere by: muse tune --captures {shlex.quote(str(saved))}")
             return
-        found = _open(options, run)
+        captured = _open(options, run)
         only = list(options.only or ())
         if only and options.error is None:
-            only.append(paper_sizes(found.length))
-        chosen = candidates(found.length, added=options.attention or (), only=only)
-        settings = TuningSettings.of(found, device=run.place.device, dtype=run.place.dtype, repeats=options.repeats)
+            only.append(paper_sizes(captured.length))
+        chosen = candidates(captured.length, added=options.attention or (), only=only)
+        settings = TuningSettings.of(captured, device=run.place.device, dtype=run.place.dtype, repeats=options.repeats)
         results = measurement.start(settings)
         results.error = options.error
         steps = len(results.missing(chosen)) + (results.exact is None)
         with measurement.progress(results, steps) as on_step:
-            measure(found, chosen, results, measurement.path, clock_on(found, options.repeats), on_step=on_step)
+            measure(captured, chosen, results, measurement.path, clock_on(captured, options.repeats), on_step=on_step)
         _show(results)
         for line in verdict(results):
             typer.echo(line)
@@ -124,19 +127,19 @@ def tune(context: typer.Context, options: _Options = _OPTIONS, run: ModelRun = _
 
 
 def _open(options: _Options, run: ModelRun) -> Captures:
-    """What is measured on, on its device."""
+    """The captured heads to measure on, on their device."""
     captures, tokens = options.captures, options.tokens
     if captures is None:
-        found = _capture(options, run)
+        captured = _capture(options, run)
     else:
         with busy(f"reading {captures}"):
-            found = load_captures(captures).with_heads(options.heads)
-    found = found.to(run.place.device, DTYPES[run.place.dtype])
-    return found if tokens is None else found.with_length(tokens, repeat=options.repeat)
+            captured = load_captures(captures).with_heads(options.heads)
+    captured = captured.to(run.place.device, DTYPES[run.place.dtype])
+    return captured if tokens is None else captured.with_length(tokens, repeat=options.repeat)
 
 
 def _capture(options: _Options, run: ModelRun) -> Captures:
-    """Samples of the length, or of the model's context where that is shorter and they may be repeated."""
+    """Capture heads on samples of --length, or of the model's context if it is shorter and samples may be repeated."""
     texts, length = options.text or [], options.tokens or _DEFAULT_LENGTH
     model, tokenizer = load_quietly(options.model, run.place, download=run.download)
     if options.repeat:
@@ -151,10 +154,10 @@ def _capture(options: _Options, run: ModelRun) -> Captures:
         else:
             read = read_samples(tokenizer, texts, length, options.samples)
     named = {"model_name": describe_model(name_of(options.model), model), "text": read.source}
-    what = f"{options.heads} heads of {name_of(options.model)}"
-    with busy(f"capturing {what} on {count(options.samples, 'sample')} of {format_size(length)} tokens"):
-        found = capture_heads(model, read.tokens, options.heads, grouped=options.groups, **named)
-    return replace(found, lookups=lookups)
+    heads = f"{options.heads} heads of {name_of(options.model)}"
+    with busy(f"capturing {heads} on {count(options.samples, 'sample')} of {format_size(length)} tokens"):
+        captured = capture_heads(model, read.tokens, options.heads, grouped=options.groups, **named)
+    return replace(captured, lookups=lookups)
 
 
 def _show(results: TuningResults) -> None:

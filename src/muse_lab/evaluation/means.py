@@ -1,4 +1,4 @@
-"""Means and shares over samples, and how sure they are."""
+"""Means and shares over samples, with their standard errors and intervals."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class Mean(NamedTuple):
 
     @classmethod
     def of_differences(cls, samples: Sequence[float], others: Sequence[float]) -> Mean:
-        """Of paired differences: variation that both samples share is not in the standard error."""
+        """The mean of paired differences: variation that both share is not in the standard error."""
         return cls.of([sample - other for sample, other in zip(samples, others, strict=True)])
 
     @classmethod
     def of_ratio(cls, totals: Sequence[float], numbers: Sequence[float]) -> Mean:
-        """The sum of totals over the sum of numbers, of samples that have some of each.
+        """The sum of totals over the sum of numbers, with one of each for every sample.
 
-        The standard error is that of a ratio, linearised: what is in one sample need not be independent.
+        The standard error is that of a ratio, linearised: the items of one sample need not be independent.
         """
         mean, samples = sum(totals) / sum(numbers), len(totals)
         if samples < 2:
@@ -43,7 +43,7 @@ class Mean(NamedTuple):
         return self.shown("+.4f")
 
     def shown(self, form: str, *, scale: float = 1) -> str:
-        """So many times the mean, ± its standard error."""
+        """`scale` times the mean, ± its standard error."""
         error = "" if self.standard_error is None else f" ± {scale * self.standard_error:{form.lstrip('+')}}"
         return f"{scale * self.mean:{form}}{error}"
 
@@ -52,7 +52,7 @@ WILSON = "In parentheses: the 95% Wilson interval, for independent questions."
 
 
 class Share(NamedTuple):
-    """Of what was right among so many."""
+    """The share of right answers."""
 
     right: int
     number: int
@@ -63,12 +63,12 @@ class Share(NamedTuple):
 
     @property
     def standard_error(self) -> float:
-        """Binomial, as the paper's: 0 where all are right or none is."""
+        """Binomial, as in the paper: 0 if all are right or none is."""
         return math.sqrt(self.value * (1 - self.value) / self.number)
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Wilson's, of 95%: it has a width where all are right or none is, too."""
+        """The 95% Wilson interval, which has a width even if all are right or none is."""
         z = statistics.NormalDist().inv_cdf(0.975)
         centre = (self.right + z * z / 2) / (self.number + z * z)
         half = z / (self.number + z * z) * math.sqrt(self.right * (1 - self.value) + z * z / 4)

@@ -1,4 +1,4 @@
-"""The model and the text that a measurement is of, and what tells them from others."""
+"""The model and the text of a measurement, and their fingerprint."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from muse_attention.sizes import format_size
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_WEIGHTS_LOOKED_AT = 64
-"""Of every tensor of a model, for its fingerprint."""
+_FINGERPRINT_WEIGHTS = 64
+"""Weights of every tensor that are in the fingerprint of a model."""
 
 
 @dataclass(frozen=True)
 class TextSettings:
-    """What all numbers of a model on a text have in common."""
+    """Settings that all numbers of a model on a text share."""
 
     model: str
     """its name, and its shape in words"""
@@ -35,7 +35,7 @@ class TextSettings:
 
     @property
     def title(self) -> str:
-        """Of a table on the terminal."""
+        """Title of a table on the terminal."""
         return f"{self.model}\n{self.text}, {self.samples} x {format_size(self.length)} tokens"
 
 
@@ -56,17 +56,17 @@ def take_fingerprint(model: PreTrainedModel, tokens: Tensor) -> str:
     digest = hashlib.sha256(tokens.cpu().to(torch.int64).numpy().tobytes())
     for name, tensor in model.state_dict().items():
         digest.update(name.encode())
-        digest.update(tensor.flatten()[:_WEIGHTS_LOOKED_AT].double().cpu().numpy().tobytes())
+        digest.update(tensor.flatten()[:_FINGERPRINT_WEIGHTS].double().cpu().numpy().tobytes())
     return digest.hexdigest()[:16]
 
 
 def longest_context(model: PreTrainedModel) -> int | None:
-    """Tokens that the model knows; None if it does not say."""
+    """The model's context in tokens; None if its config does not say."""
     return getattr(model.config.get_text_config(), "max_position_embeddings", None)
 
 
 def check_context(model: PreTrainedModel, length: int) -> None:
-    """A ValueError if the tokens are more than the model knows."""
+    """Raise ValueError if the length is more than the model's context."""
     longest = longest_context(model) or length
     if length > longest:
         raise ValueError(f"the model's context is {longest} tokens, less than {length}; choose a smaller length")

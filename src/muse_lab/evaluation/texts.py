@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _SUFFIXES = (".py", ".txt", ".md")
-"""What is read of a folder."""
+"""Files of a folder that are read."""
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
 
 
@@ -53,19 +53,19 @@ def read_samples(tokenizer: PreTrainedTokenizerBase, paths: Sequence[Path], leng
 
 
 def read_samples_inside(tokenizer: PreTrainedTokenizerBase, paths: Sequence[Path], length: int, number: int) -> Samples:
-    """Samples of which none has parts of two files: the first of every file that is long enough, then the second."""
+    """Samples that are each inside one file: the first of every file that is long enough, then the second."""
     if length < 2 or number < 1:
         raise ValueError(f"cannot measure {number} samples of {length} tokens; use at least 1 sample of 2 tokens")
     begin: list[int] = tokenizer("").input_ids
     fresh = length - len(begin)
-    found: list[tuple[int, list[int]]] = []
+    chunks: list[tuple[int, list[int]]] = []
     """where each begins in its file, and its tokens"""
     for _, text in read_texts(paths):
         tokens = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
-        found += [(start, tokens[start : start + fresh]) for start in range(0, len(tokens) - fresh + 1, fresh)]
-        if sum(start == 0 for start, _ in found) == number:
+        chunks += [(start, tokens[start : start + fresh]) for start in range(0, len(tokens) - fresh + 1, fresh)]
+        if sum(start == 0 for start, _ in chunks) == number:
             break
-    samples = [begin + sample for _, sample in sorted(found, key=lambda one: one[0])[:number]]
+    samples = [begin + sample for _, sample in sorted(chunks, key=lambda chunk: chunk[0])[:number]]
     if len(samples) < number:
         raise ValueError(
             f"the text has {len(samples)} samples of {length} tokens inside single files, too few for {number}: give "
@@ -75,13 +75,13 @@ def read_samples_inside(tokenizer: PreTrainedTokenizerBase, paths: Sequence[Path
 
 
 def read_texts(paths: Sequence[Path]) -> Iterator[tuple[str, str]]:
-    """The (path, text) of some files, and of those in some folders, or of the standard library if there are none.
+    """The (path, text) of files, of those in folders, or of the standard library if no paths are given.
 
-    A path is given below its folder.
+    Paths are relative to their folder.
     """
     for folder, file in list(_files(paths)) if paths else _standard_library():
         try:
-            name = file.relative_to(folder).as_posix().encode("utf-8", "replace").decode()  # as its content
+            name = file.relative_to(folder).as_posix().encode("utf-8", "replace").decode()  # decoded as the text is
             yield name, file.read_text(encoding="utf-8", errors="replace")
         except OSError as error:
             raise ValueError(f"cannot read {file}: {error.strerror}") from None
@@ -94,7 +94,7 @@ def describe_texts(paths: Sequence[Path]) -> str:
 
 
 def _files(paths: Iterable[Path]) -> Iterator[tuple[Path, Path]]:
-    """Folders and files in them."""
+    """(folder, file) of every text."""
     for path in paths:
         if path.is_dir():
             files = sorted(file for file in path.rglob("*") if file.suffix in _SUFFIXES and file.is_file())
@@ -106,7 +106,7 @@ def _files(paths: Iterable[Path]) -> Iterator[tuple[Path, Path]]:
 
 
 def _standard_library() -> list[tuple[Path, Path]]:
-    """Its modules in alphabetical order, without its tests."""
+    """(folder, file) of its modules in alphabetical order, without its tests."""
     folder = Path(sysconfig.get_path("stdlib"))
     files = sorted(
         file for file in folder.rglob("*.py") if not _NOT_LIBRARY.intersection(file.relative_to(folder).parts)

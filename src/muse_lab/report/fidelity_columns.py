@@ -1,4 +1,4 @@
-"""Measures of fidelity as columns of tables: what they are called, how they are written, and what they mean."""
+"""Measures of fidelity as columns of tables: titles, formats and definitions."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ ERROR = (
     Column("lse_gap", "lse gap", _digits, "lse_exact - lse, averaged over queries."),
 )
 TAIL = (
-    Column("error_p99", "RSE 99%", _digits, "What 99% of the queries of a head do not exceed, averaged over heads."),
+    Column("error_p99", "RSE 99%", _digits, "The 99th percentile over the queries of a head, averaged over heads."),
     Column(
-        "error_p999", "RSE 99.9%", _digits, "What 99.9% of the queries of a head do not exceed, averaged over heads."
+        "error_p999", "RSE 99.9%", _digits, "The 99.9th percentile over the queries of a head, averaged over heads."
     ),
     Column("share_far_off", "RSE > 0.1", _share, "Share of queries with a larger error, averaged over heads."),
 )
@@ -75,7 +75,7 @@ LEAK = (
         "future_influence",
         "leak",
         _digits,
-        "Relative squared change of an output in the first half when the second half becomes that of the next sample, "
+        "Relative squared change of an output in the first half when the second half is replaced by the next sample's, "
         "the mean over queries, heads and samples.",
     ),
     Column("first_half_error", "RSE, first half", _digits, "RSE of the same queries."),
@@ -93,13 +93,13 @@ COLUMNS = (*ERROR, *TAIL, *RETRIEVAL, *GRADIENTS)
 
 
 def known(columns: Sequence[Column], pooled: Iterable[Mapping[str, float]]) -> list[Column]:
-    """The columns that any row has something in."""
+    """The columns that have a value in at least one row."""
     names = {name for row in pooled for name in row}
     return [column for column in columns if column.measure in names]
 
 
 def meaning(pooled: Iterable[Mapping[str, float]]) -> str:
-    """What the columns beyond the errors mean, of those that are known."""
+    """Definitions of the known columns beyond the errors."""
     columns = known((*TAIL, *RETRIEVAL, *GRADIENTS), pooled)
     return " ".join(f"{column.title}: {column.definition}" for column in columns)
 
@@ -107,9 +107,9 @@ def meaning(pooled: Iterable[Mapping[str, float]]) -> str:
 def measure_columns(
     measures: Collection[Column], items: Collection[Item], pooled: Callable[[Item], Mapping[str, float]]
 ) -> list[tuple[tree.Column, Callable[[Item], str]]]:
-    """For `Table.of`: those measures that are known of any item, by what is `pooled` for it."""
-    found = known(tuple(measures), map(pooled, items))
-    return [(tree.number(measure.title, measure.definition), _cell(measure, pooled)) for measure in found]
+    """Columns for `Table.of`: the measures that `pooled` has for at least one item."""
+    shown = known(tuple(measures), map(pooled, items))
+    return [(tree.number(measure.title, measure.definition), _cell(measure, pooled)) for measure in shown]
 
 
 def _cell(measure: Column, pooled: Callable[[Item], Mapping[str, float]]) -> Callable[[Item], str]:

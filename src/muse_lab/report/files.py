@@ -1,4 +1,4 @@
-"""The files of a report, beside those of its results. A file that is of no report is never replaced."""
+"""The files of a report, beside those of its results. Only files of earlier reports are ever replaced."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SIGNS = {".md": MARKDOWN_SIGN, ".html": HTML_SIGN}
 
 
 def write_report(report: Report, path: Path, say: Callable[[str], None]) -> list[Path]:
-    """Write .md, .csv, .html and the pictures that can be drawn; the paths of all. `say` hears what cannot be.
+    """Write .md, .csv, .html and the pictures that can be drawn. Returns all paths; `say` is told what cannot be drawn.
 
     Raises FileExistsError, before anything is written, if a file is in the way.
     """
@@ -46,13 +46,13 @@ def write_report(report: Report, path: Path, say: Callable[[str], None]) -> list
 
 
 def check_replaceable(files: Iterable[Path]) -> None:
-    """Raise FileExistsError if one of a report's files is there, and is not of an earlier report.
+    """Raise FileExistsError if one of these files exists and is not of an earlier report.
 
-    A page has a section on its provenance. Data and pictures are those of the pages beside them.
+    Pages of reports have a section on provenance. Data and pictures belong to the pages beside them.
     """
-    there = [file for file in files if os.path.lexists(file)]
-    pages = [file for file in there if file.suffix in _SIGNS]
-    foreign = [file for file in pages if not _has_sign(file)] if pages else there
+    existing = [file for file in files if os.path.lexists(file)]
+    pages = [file for file in existing if file.suffix in _SIGNS]
+    foreign = [file for file in pages if not _has_sign(file)] if pages else existing
     for file in foreign:
         raise FileExistsError(errno.EEXIST, "it is there already, and not of a report; move it away", str(file))
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from jinja2 import Template
 
 SIGN = "<summary>Provenance</summary>"
-"""By which a page is known as a report: each has this section."""
+"""Marks a page as a report: each has this section."""
 LARGEST_DOWNLOAD = 2**18
 """Bytes of data that a page has inside it; larger ones are linked to."""
 
@@ -22,7 +22,7 @@ LARGEST_DOWNLOAD = 2**18
 def as_html(report: Report, pictures: Mapping[str, bytes] | None = None, *, file_name: str = "results") -> str:
     """`pictures` are the PNG files of those figures that could be drawn, by name.
 
-    `file_name`, without its ending, is what the data are saved as.
+    `file_name` is the name of the data when saved, without its extension.
     """
     drawn = {name: _data("image/png", png) for name, png in (pictures or {}).items()}
     csv = report.csv.encode()
@@ -32,7 +32,7 @@ def as_html(report: Report, pictures: Mapping[str, bytes] | None = None, *, file
 
 @functools.cache
 def _template() -> Template:
-    """Here, for commands that write no report to need no Jinja."""
+    """Jinja is imported here, so that commands that write no report do not need it."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(

@@ -8,7 +8,7 @@ from muse_lab.report.markup import fenced, markdown_line, markdown_list, markdow
 from muse_lab.report.tree import Report, Section, Table
 
 SIGN = "\n## Provenance\n"
-"""By which a text is known as a report: each has this section."""
+"""Marks a text as a report: each has this section."""
 
 
 def as_markdown(report: Report, pictures: Mapping[str, str] | None = None) -> str:

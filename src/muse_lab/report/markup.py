@@ -1,6 +1,6 @@
-"""Text in Markdown and CSV: whatever comes in is shown as it is, never read as markup, nor as a formula.
+"""Text in Markdown and CSV: all text is shown as it is, never read as markup or as a formula.
 
-Every report goes through here. Names of runs and models, commands and errors are anybody's text.
+Every report goes through here, as names of runs and models, commands and errors can contain anything.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import re
 from collections.abc import Iterable, Sequence
 
 _MARKUP = re.compile(r"[\\`*\[\]<>&|$~]|(?<![^\W_])_|_(?![^\W_])")
-"""An underscore between letters or digits is no markup, and names are full of them."""
+"""An underscore between letters or digits, as in many names, is not markup."""
 _BLOCK = re.compile(r"[#+=-]|(?<=\d)[.)]")
-"""Where a line begins so, or with such a number: headings, lists and rules."""
+"""At the beginning of a line, or after a number there: headings, lists and rules."""
 _SPACE = re.compile(r"[\s\x00-\x1f\x7f-\x9f]+")
 _BACKTICKS = re.compile(r"`+")
 _NUMBER = re.compile(r"[+-]?((\d+\.?\d*|\.\d+)(e[+-]?\d+)?|inf|nan)", re.IGNORECASE)
 _FORMULA = re.compile(r"\s*[=+\-@\uff1d\uff0b\uff0d\uff20]|[\t\r\n]")
-"""By which spreadsheets know a formula, in half and full width."""
+"""The beginning of a formula in spreadsheets, in half and full width."""
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]], are_numbers: Sequence[bool]) -> str:
@@ -60,7 +60,7 @@ def _escaped(text: str) -> str:
 
 
 def _longest_backticks(text: str) -> int:
-    return max((len(found) for found in _BACKTICKS.findall(text)), default=0)
+    return max((len(backticks) for backticks in _BACKTICKS.findall(text)), default=0)
 
 
 def _csv_cell(text: str) -> str:

@@ -28,21 +28,21 @@ ROUNDING = 1e-9
 
 
 class MatplotlibMissingError(ImportError):
-    """One line that says what to install."""
+    """The message is one line that says what to install."""
 
 
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F")
 BLACK, GREY = "#000000", "#BBBBBB"
 SIZES = ("#9ECAE1", "#6BAED6", "#3182BD", "#08306B", "#D55E00", "#E69F00", "#009E73", "#CC79A7")
-"""Four sizes of one thing from light to dark, and what else there is."""
+"""Four sizes of one method from light to dark, then other methods."""
 
 _FONT_SIZE = 9
 _COLOURS = 128
-"""Of a picture, the shades between a line and the paper included."""
+"""Colours of a picture, including the shades between a line and the background."""
 _PANEL = (4.8, 3.5)
 """Inches."""
 _MOST_NUMBERS = 8
-"""Columns of a heat map that have room for numbers."""
+"""Largest number of columns of a heat map with room for numbers."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ def heat_map(
     label: str,
     is_share: bool = False,
 ) -> tree.Figure:
-    """A colour for every row and column; on a logarithmic scale, or for shares from 0 to 1, which are written too."""
+    """A colour for every row and column, on a logarithmic scale, or from 0 to 1 for shares, which are written too."""
 
     def draw() -> bytes:
         figure = _new_figure(_PANEL[0], min(9.0, max(_PANEL[1], 1.4 + 0.17 * len(rows))))
@@ -176,12 +176,12 @@ def heat_map(
 
 
 def colours() -> Iterator[str]:
-    """Of one line after another: black, what others are compared with, then the palette, and so on."""
+    """Colours of successive lines: black for the reference, then the palette, repeated."""
     return itertools.cycle((BLACK, *PALETTE))
 
 
 def coloured(curves: Iterable[tuple[str, Curve]], marker: str = "") -> list[Line]:
-    """A line for each curve, by its name, of one of these colours after another."""
+    """A line for each named curve, in the order of `colours`."""
     return [Line(name, curve, colour, marker) for (name, curve), colour in zip(curves, colours(), strict=False)]
 
 
@@ -211,7 +211,7 @@ def _tidy(axis: Axes) -> None:
 
 
 def _label_between_powers(own: Any, base: int) -> None:
-    """Where little more than a power of ten is shown, there would be hardly a number beside the axis."""
+    """Add numbers to an axis that shows little more than one power of ten."""
 
     def label(value: float, _: object) -> str:
         low, high = own.get_view_interval()
@@ -226,12 +226,12 @@ def _add_legend(figure: Figure, curves: Sequence[Any], labels: Sequence[str]) ->
     widest = 0.6 + max((len(label) for label in labels), default=0) * _FONT_SIZE / 120  # inches, with its line
     columns = max(1, min(4, len(curves), int(figure.get_figwidth() / widest)))
     further_rows = -(-len(curves) // columns) - 1
-    figure.set_figheight(figure.get_figheight() + 0.19 * max(0, further_rows))  # which take nothing from the panel
+    figure.set_figheight(figure.get_figheight() + 0.19 * max(0, further_rows))  # the panel keeps its size
     figure.legend(curves, labels, loc="outside upper center", ncols=columns, frameon=False, fontsize=_FONT_SIZE)
 
 
 def _png(figure: Figure) -> bytes:
-    """Names of runs and attentions are no formulas: those of matplotlib are between $."""
+    """Render a figure. Names of runs and attentions are not formulas, which matplotlib reads between $."""
     for text in [*(axis.title for axis in figure.axes), *(text for one in figure.legends for text in one.get_texts())]:
         text.set_parse_math(False)
     drawn = io.BytesIO()

@@ -1,4 +1,4 @@
-"""What stands behind a report: where its numbers come from, and what the short names of attentions stand for."""
+"""The provenance of a report's numbers, and what the short names of attentions stand for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a report is made of. Whatever measures something builds one `Report`; how it looks is decided elsewhere.
+"""The parts of a report. Each measurement builds one `Report`; how it looks is decided elsewhere.
 
 All text is plain: nothing in it is read as HTML or Markdown.
 """
@@ -30,15 +30,15 @@ def number(title: str, definition: str = "") -> Column:
 
 
 def shown(value: object, form: str = "") -> str:
-    """In a form, as of f-strings; what is not known is empty."""
+    """A value in the format of an f-string; empty for None."""
     return "" if value is None else format(value, form)
 
 
 class Table:
-    """Cells are text; a cell that is not known is empty."""
+    """Cells are text; an unknown cell is empty."""
 
     def __init__(self, columns: Iterable[Column | str], rows: Iterable[Sequence[str]], title: str = "") -> None:
-        """A column that is given by its title alone holds numbers, but for the first one."""
+        """A column given by its title alone holds numbers, except the first one."""
         self.title = title
         self.columns = tuple(
             column if isinstance(column, Column) else Column(column, is_number=place > 0)
@@ -50,7 +50,7 @@ class Table:
 
     @classmethod
     def of(cls, items: Iterable[Item], *columns: tuple[Column, Callable[[Item], object]], title: str = "") -> Table:
-        """A row for every item: each column with what it says of one, nothing for None."""
+        """A row for every item, with a function for the cells of each column; a cell is empty for None."""
         rows = [[shown(cell(item)) for _, cell in columns] for item in items]
         return cls([column for column, _ in columns], rows, title)
 
@@ -71,10 +71,10 @@ class Table:
 @dataclass(frozen=True)
 class Figure:
     name: str
-    """of its file, which begins with the name of the results"""
+    """of its file, after the name of the results"""
     title: str
     description: str
-    """what is to be seen, for who does not see it"""
+    """alternative text"""
     draw: Callable[[], bytes]
     """a PNG file"""
 
@@ -110,7 +110,7 @@ class Section:
 
     @classmethod
     def of(cls, title: str, *content: str | Figure | Table | Note) -> Section:
-        """What there is to show, in any order: text is prose unless it is a note."""
+        """A section with its content in any order: text is prose unless it is a note."""
         prose = [part for part in content if isinstance(part, str) and not isinstance(part, Note)]
         figures = [part for part in content if isinstance(part, Figure)]
         tables = [part for part in content if isinstance(part, Table)]
@@ -138,7 +138,7 @@ class Card:
 
 @dataclass(frozen=True)
 class Provenance:
-    """Where the numbers come from: folded away in HTML, the end of Markdown."""
+    """Where the numbers come from: folded in HTML, at the end in Markdown."""
 
     facts: Sequence[str] = ()
     commands: Sequence[str] = ()
@@ -148,7 +148,7 @@ class Provenance:
 class Report:
     title: str
     verdict: Sequence[str] = ()
-    """what was found: the first line is the headline"""
+    """the findings; the first line is the headline"""
     cards: Sequence[Card] = ()
     sections: Sequence[Section] = ()
     names: Table | None = None
@@ -170,10 +170,10 @@ class Report:
 
     @property
     def definitions(self) -> dict[str, str]:
-        """Of all columns that have one, by title, or by titles that share it. Names are explained elsewhere."""
+        """Definitions of columns, by title or by the titles that share one. `names` explains attentions."""
         named = set() if self.names is None else set(self.names.column(self.names.titles[0]))
         titles: dict[str, dict[str, None]] = {}
         for column in (column for section in self.sections for table in section.tables for column in table.columns):
             if column.definition and column.title not in named:
                 titles.setdefault(column.definition, {})[column.title] = None
-        return {"; ".join(found): definition for definition, found in titles.items()}
+        return {"; ".join(shared): definition for definition, shared in titles.items()}

@@ -25,11 +25,11 @@ from muse_lab.report.tree import Card, Figure, Note, Report, Section, Table, num
 
 _LOSS = (
     "Cross-entropy of the next token on held-out repositories, in nats, ± its standard error over samples, most of "
-    "which is what the texts differ by."
+    "which comes from differences between the texts."
 )
 _DIFFERENCE = (
-    "Loss minus that of the reference on the same samples, ± the standard error of the difference over samples. What "
-    "another seed would change is not in it."
+    "Loss minus that of the reference on the same samples, ± the standard error of the difference over samples, "
+    "without seed-to-seed variance."
 )
 _SWITCHING = (
     "The loss of one and the same model under an attention, minus its loss under exact attention: what is gained or "
@@ -63,7 +63,7 @@ _TOKENS_AXIS = Axis("tokens (millions)")
 def comparison_report(results: ComparisonResults, file_name: str = "") -> Report:
     settings = results.settings
     if settings.samples and not results.attentions:
-        raise ValueError("no model has seen all samples yet; run the comparison again, and it goes on")
+        raise ValueError("no model has seen all samples yet; run the comparison again to continue")
     smoothing = " or ".join(f"{averaged:,}" for averaged in sorted({run.curves.averaged for run in _runs(results)}))
     averages = Note(
         f"Each point is the mean of {smoothing} consecutive updates, and none is in two points. This is the loss on "
@@ -147,7 +147,7 @@ def _weights(run: Run) -> str:
 
 def matrix_table(results: ComparisonResults) -> Table:
     """Training attention against test attention, and the difference under exact attention."""
-    names, found = short_names(_named(results)), {run.name: findings.difference(results, run) for run in _runs(results)}
+    names, gaps = short_names(_named(results)), {run.name: findings.difference(results, run) for run in _runs(results)}
     return Table.of(
         _runs(results),
         _RUN,
@@ -156,8 +156,8 @@ def matrix_table(results: ComparisonResults) -> Table:
             (number(f"tested: {names[name]}", _LOSS), functools.partial(results.loss, attention=name))
             for name in results.attentions
         ),
-        (number("difference, tested: exact", _DIFFERENCE), lambda run: (gap := found[run.name]) and gap.nats.signed()),
-        (number("percent", _DIFFERENCE), lambda run: (gap := found[run.name]) and in_percent(gap.percent)),
+        (number("difference, tested: exact", _DIFFERENCE), lambda run: (gap := gaps[run.name]) and gap.nats.signed()),
+        (number("percent", _DIFFERENCE), lambda run: (gap := gaps[run.name]) and in_percent(gap.percent)),
     )
 
 
@@ -225,9 +225,9 @@ def headline(results: ComparisonResults) -> list[str]:
     """For every run but the references: its held-out loss under exact attention, and its speed, in words."""
     lines = []
     for run in _runs(results):
-        if found := findings.difference(results, run):
+        if difference := findings.difference(results, run):
             speed = f", {ratio:.2f}x its tokens per second" if (ratio := findings.speedup(results, run)) else ""
-            gap = f"{abs(found.percent.mean):.2f}% of {found.reference} ({in_percent(found.percent)})"
+            gap = f"{abs(difference.percent.mean):.2f}% of {difference.reference} ({in_percent(difference.percent)})"
             lines.append(
                 f"{run.name}, trained with {run.attention}{findings.describe_schedule(run)}: held-out loss under exact "
                 f"attention within {gap}{speed}"
@@ -237,9 +237,9 @@ def headline(results: ComparisonResults) -> list[str]:
 
 def warnings(results: ComparisonResults) -> list[str]:
     """What stands between these runs and a fair comparison."""
-    what = "is not finished: its weights are those of" if results.settings.samples else "has metrics that end with"
+    state = "is not finished: its weights are those of" if results.settings.samples else "has metrics that end with"
     lines = [
-        f"{run.name} {what} update {run.step:,} of {run.recipe.updates:,}."
+        f"{run.name} {state} update {run.step:,} of {run.recipe.updates:,}."
         for run in _runs(results)
         if not run.is_finished
     ]
@@ -272,7 +272,7 @@ def as_csv(results: ComparisonResults) -> str:
 
 
 def _beginnings(results: ComparisonResults) -> list[Note]:
-    """Of runs whose first weights are those of another."""
+    """A note on runs that began with the weights of another model."""
     by_weights: dict[str, list[str]] = {}
     for run in _runs(results):
         if run.recipe.initial:
@@ -296,7 +296,7 @@ def _named(results: ComparisonResults) -> list[str]:
 
 
 def _cards(results: ComparisonResults) -> list[Card]:
-    """Of the first run that is compared with another, and of all its seeds where there are several."""
+    """Cards of the first run that is compared with another, or of all its seeds if there are several."""
     over_seeds = {
         run.name: Card(
             "held-out loss", in_percent(gap), f"{len(group.runs)} seeds, against exact training with the same"
@@ -305,12 +305,12 @@ def _cards(results: ComparisonResults) -> list[Card]:
         for run in group.runs
     }
     for run in _runs(results):
-        found, ratio, probes = findings.difference(results, run), findings.speedup(results, run), run.curves.probes
-        if found is not None:
+        difference, ratio, probes = findings.difference(results, run), findings.speedup(results, run), run.curves.probes
+        if difference is not None:
             return [
                 *([Card("speed-up in training", f"{ratio:.2f}x", run.name)] if ratio is not None else []),
                 over_seeds.get(run.name)
-                or Card("held-out loss", in_percent(found.percent), f"{run.name} against {found.reference}"),
+                or Card("held-out loss", in_percent(difference.percent), f"{run.name} against {difference.reference}"),
                 *([Card("RSE in training", f"{probes[-1].mean:.2g}", f"{run.name}, last probe")] if probes else []),
                 Card("tokens", f"{run.tokens:,}", f"{run.tokens / run.parameters:.2g} per parameter"),
             ]
@@ -321,21 +321,25 @@ def _missing_sizes(results: ComparisonResults) -> list[Note]:
     lines = []
     for attention, points in findings.sizes(results).items():
         if missing := findings.missing_sizes(points):
-            there_are = count(findings.SIZES_OF_A_LAW - missing, "size")
-            lines.append(Note(f"{attention}: {there_are} of model, {missing} fewer than a power law needs."))
+            measured = count(findings.SIZES_OF_A_LAW - missing, "size")
+            lines.append(Note(f"{attention}: {measured} of model, {missing} fewer than a power law needs."))
     return lines
 
 
 def _figure(name: str, title: str, lines: Iterable[Line], x: Axis, y: Axis, above: float | None = None) -> list[Figure]:
-    """None if there is no line with a point."""
+    """No figure if no line has a point."""
     drawn = [line for line in lines if line.points]
     return [line_figure(name, title, drawn, x, y, above=above)] if drawn else []
 
 
 def _training_figures(results: ComparisonResults) -> list[Figure]:
     loss, points = Axis("training loss (nats)"), {run.name: run.curves.points for run in _runs(results)}
-    by_tokens = coloured((name, [(point.tokens / 1e6, point.loss) for point in of]) for name, of in points.items())
-    by_seconds = coloured((name, [(point.seconds, point.loss) for point in of]) for name, of in points.items())
+    by_tokens = coloured(
+        (name, [(point.tokens / 1e6, point.loss) for point in run_points]) for name, run_points in points.items()
+    )
+    by_seconds = coloured(
+        (name, [(point.seconds, point.loss) for point in run_points]) for name, run_points in points.items()
+    )
     return [
         *_figure("training", "Training loss against tokens", by_tokens, _TOKENS_AXIS, loss),
         *(

@@ -1,4 +1,4 @@
-"""What runs were evaluated to on the way, under exact attention."""
+"""Evaluations of runs during training, under exact attention."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from muse_lab.report.tree import Table, number, shown, text
 
 ABOUT = (
     "Held-out windows, and needle documents of held-out files, the same at every evaluation of a run, under exact "
-    "attention whatever the attention of the update; in columns of million tokens. Learning rates fall over a run: "
-    "this says what runs of this length lack, and not what longer ones would."
+    "attention whatever the attention of the update; columns are millions of tokens. Learning rates fall over a run, "
+    "so this does not tell what longer runs would reach."
 )
 _MEASURES = {
     "held_out_loss": ("Held-out loss", ".4f"),
     "needles_loss": ("Loss of answers to needles", ".4f"),
     "needles_right": ("Needles of which every token is right", ".1%"),
 }
-"""By their names in `metrics.jsonl`: what they are called, and how they are written."""
+"""Titles and formats, by the names in `metrics.jsonl`."""
 _COLUMNS = 6
 
 
@@ -32,10 +32,10 @@ def evaluations_tables(results: ComparisonResults) -> Iterator[Table]:
         chosen = sorted({*choose_evenly(evaluated, _COLUMNS), *(int(curve[-1][0]) for curve in curves.values())})
         rows = []
         for name, curve in curves.items():
-            found = dict(curve)
-            rows.append((name, *(shown(found.get(tokens), form) for tokens in chosen)))
+            values = dict(curve)
+            rows.append((name, *(shown(values.get(tokens), form) for tokens in chosen)))
         yield Table([text("run"), *(number(f"{tokens / 1e6:,.1f}") for tokens in chosen)], rows, title)
 
 
 def _curve(run: Run, measure: str) -> Curve:
-    return [(one.tokens, one.values[measure]) for one in run.curves.evaluations if measure in one.values]
+    return [(point.tokens, point.values[measure]) for point in run.curves.evaluations if measure in point.values]

@@ -1,4 +1,4 @@
-"""What the losses of several runs say together: differences to exact training, speed-ups, scaling laws."""
+"""Findings from the losses of several runs: differences to exact training, speed-ups, scaling laws."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from muse_lab.pretraining.schedule import EXACT
 from muse_lab.records.attention_names import short_names
 
 SIZES_OF_A_LAW = 3
-"""Models of so many sizes are needed: a power law goes through any two points."""
-_OF_THE_ATTENTION = ("attention", "exact_start", "exact_tail", "further_attention", "further_steps")
-"""Fields of a recipe in which runs may differ that differ by their attention alone; the tokens are compared too."""
+"""Sizes of models that a law needs: a power law goes through any two points."""
+_ATTENTION_FIELDS = ("attention", "exact_start", "exact_tail", "further_attention", "further_steps")
+"""Recipe fields in which runs that differ by their attention alone may differ; tokens are compared too."""
 
 
 class Difference(NamedTuple):
-    """Of the loss of a run to that of its reference, both under exact attention, on the same samples."""
+    """The loss of a run less that of its reference, both under exact attention, on the same samples."""
 
     reference: str
     nats: Mean
@@ -30,8 +30,8 @@ class Difference(NamedTuple):
 def reference_of(results: ComparisonResults, run: Run) -> Run:
     """The first run of the same size that was trained with exact attention, or else the first of that size.
 
-    Of several such runs it is the first with the same seed, so an exact run of another seed is a reference itself; of
-    these the first that begins with the same weights; and of these the first that saw as many tokens.
+    Among several, runs with the same seed come first, so an exact run of another seed is a reference itself; then runs
+    that begin with the same weights; then runs that saw as many tokens.
     """
     alike = [other for other in results.runs.values() if other.parameters == run.parameters]
     exact = [other for other in alike if other.attention == EXACT]
@@ -42,7 +42,7 @@ def reference_of(results: ComparisonResults, run: Run) -> Run:
 
 
 def difference(results: ComparisonResults, run: Run, step: int | None = None) -> Difference | None:
-    """Of its newest weights, or of others. None for a reference, and where something is not measured yet."""
+    """For the newest weights, or those of a step. None for a reference, or if a loss is not measured yet."""
     reference = reference_of(results, run)
     own, other = results.whole(run, EXACT, step), results.whole(reference, EXACT)
     if reference is run or own is None or other is None:
@@ -60,11 +60,11 @@ def switching(results: ComparisonResults, run: Run, attention: str) -> Mean | No
 
 
 def speedup(results: ComparisonResults, run: Run) -> float | None:
-    """Of the median tokens per second over those of the exact run of the same size; None where one is not known."""
+    """Median tokens per second over that of the exact run of the same size; None if one is unknown."""
     if results.settings.shared_gpu:
         return None
     reference = reference_of(results, run)
-    own, other = (found.curves.speeds.get(found.recipe.attention) for found in (run, reference))
+    own, other = (one.curves.speeds.get(one.recipe.attention) for one in (run, reference))
     if reference is run or reference.attention != EXACT or own is None or other is None:
         return None
     return own.tokens_per_second / other.tokens_per_second
@@ -76,13 +76,13 @@ def differing_fields(results: ComparisonResults, run: Run) -> list[str]:
     The mesh is among them where speeds are compared: it changes nothing else.
     """
     reference = reference_of(results, run)
-    names = [name for name in differences(run.recipe, reference.recipe) if name not in _OF_THE_ATTENTION]
+    names = [name for name in differences(run.recipe, reference.recipe) if name not in _ATTENTION_FIELDS]
     names += ["mesh"] if run.recipe.mesh != reference.recipe.mesh and speedup(results, run) is not None else []
     return names if run.tokens == reference.tokens else ["tokens", *names]
 
 
 def handicapped(results: ComparisonResults, run: Run) -> list[Run]:
-    """Those of a run and its reference that were kept from their fastest kernels.
+    """The run, its reference or both, if they could not use the fastest kernels.
 
     On a GPU a deterministic run leaves out cuDNN's attention, which computes in bfloat16 and not in float32.
     """
@@ -109,13 +109,13 @@ def sizes(results: ComparisonResults) -> dict[str, list[tuple[float, float]]]:
 
     A run that was continued counts where the run that it continues is not among them, as in the paper's Figure 4.
     """
-    found: dict[str, list[tuple[float, float]]] = {}
+    points: dict[str, list[tuple[float, float]]] = {}
     plain = {(run.parameters, run.attention) for run in results.runs.values() if not run.recipe.further_steps}
     for run in sorted(results.runs.values(), key=lambda run: run.parameters):
         loss = results.loss(run, EXACT)
         if loss is not None and not (run.recipe.further_steps and (run.parameters, run.attention) in plain):
-            found.setdefault(run.attention, []).append((run.parameters, loss.mean))
-    return found
+            points.setdefault(run.attention, []).append((run.parameters, loss.mean))
+    return points
 
 
 def scaling_laws(results: ComparisonResults) -> dict[str, PowerLaw]:
@@ -126,5 +126,5 @@ def scaling_laws(results: ComparisonResults) -> dict[str, PowerLaw]:
 
 
 def missing_sizes(points: Sequence[tuple[float, float]]) -> int:
-    """For a scaling law."""
+    """How many more sizes a scaling law needs."""
     return max(0, SIZES_OF_A_LAW - len({parameters for parameters, _ in points}))

@@ -42,14 +42,14 @@ class Point(NamedTuple):
 
 
 def further_points(results: ComparisonResults) -> list[Point]:
-    """All weights that were measured of continued runs and of those they continue, each by further updates."""
+    """All measured weights of continued runs and of those they continue, by further updates."""
     families: dict[tuple[Recipe, str], dict[int, Point]] = {}
     for run in results.runs.values():
         if run.recipe.further_steps:
             attention = run.recipe.attention_at(run.recipe.steps)
-            begun = _as_it_was_finished(run.recipe)
+            begun = _finished_recipe(run.recipe)
             points = families.setdefault((begun, attention), {})
-            alike = [other for other in results.runs.values() if _as_it_was_finished(other.recipe) == begun]
+            alike = [other for other in results.runs.values() if _finished_recipe(other.recipe) == begun]
             finished = [other for other in alike if not other.recipe.further_steps]
             for other in (*finished, run):  # the finished run itself before a copy of its last checkpoint
                 for step in results.steps(other):
@@ -79,14 +79,14 @@ def further_table(results: ComparisonResults) -> Table:
 
 
 def further_sections(results: ComparisonResults) -> Iterator[Section]:
-    """None where no run was continued."""
+    """No section if no run was continued."""
     table = further_table(results)
     if table.rows:
         yield Section.of("Further training", _ABOUT, table, _PAPER)
 
 
-def _as_it_was_finished(recipe: Recipe) -> Recipe:
-    """The recipe of the run that was continued, but for what does not change what is learnt."""
+def _finished_recipe(recipe: Recipe) -> Recipe:
+    """The recipe of the run that was continued, without fields that do not change what is learnt."""
     changes = {name: getattr(Recipe, name) for name in FREE}
     return dataclasses.replace(recipe, further_steps=0, further_attention="", **changes)
 

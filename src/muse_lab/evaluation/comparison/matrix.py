@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 
 
 _DIGITS = 8
-"""of the losses that are stored"""
+"""of the stored losses"""
 
 
 def open_windows(corpus: Corpus, length: int) -> Windows:
-    """Of the held-out split."""
+    """Windows of the held-out split."""
     return Windows(corpus, length, split=HELD_OUT)
 
 
@@ -47,12 +47,12 @@ def read_samples(windows: Windows, number: int) -> Tensor:
 
 
 def weights_to_measure(run: StoredRun, checkpoints: int) -> list[int]:
-    """The newest, and at most so many before."""
+    """The steps of the newest weights, and of at most so many earlier checkpoints."""
     return [run.newest, *choose_evenly(run.earlier, checkpoints)]
 
 
 def attentions_of(run: StoredRun, step: int, attentions: Sequence[str]) -> Sequence[str]:
-    """What weights are measured under: all for the newest; exact attention and the run's own for those before."""
+    """Attentions to measure weights under: all for the newest; exact attention and the run's own for earlier ones."""
     if step == run.newest:
         return attentions
     own = without_freezing(run.recipe.attention)
@@ -73,7 +73,7 @@ def measure(
     """Fill `results` with what is missing of `attentions`, by full names, of the newest weights of each run.
 
     Args:
-        checkpoints: earlier ones of each run, at most, that are measured under exact attention and the run's own
+        checkpoints: largest number of earlier ones of each run, measured under exact attention and the run's own
         on_refused: told why a checkpoint is left out
     """
     settings = results.settings
@@ -107,7 +107,7 @@ def measure(
 
 
 def take_records(runs: Sequence[StoredRun], corpus: Corpus, results: ComparisonResults, path: Path) -> None:
-    """Fill `results` with what runs recorded while they trained; a ValueError if it has another of the same name."""
+    """Fill `results` with what runs recorded in training; raises ValueError if it has another run of the same name."""
     for run in runs:
         earlier = results.runs.get(run.name)
         if earlier is not None and differences(earlier.recipe, run.recipe):
@@ -118,7 +118,7 @@ def take_records(runs: Sequence[StoredRun], corpus: Corpus, results: ComparisonR
 
 
 def _sample_losses(model: PreTrainedModel, window: Tensor, attention: str, settings: ComparisonSettings) -> Tensor:
-    """(length): of the tokens behind each position, as in training."""
+    """(length) losses of the tokens after each position, as in training."""
     with torch.autocast(settings.device, torch.bfloat16, enabled=settings.precision == "bfloat16"):
         return token_losses(model, window[:-1], window[1:], attention)
 

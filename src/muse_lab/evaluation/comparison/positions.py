@@ -1,4 +1,4 @@
-"""Loss by position: what a run adds to that of its reference, and, as in the paper's Figure 6, while it trains.
+"""Loss by position: differences of runs to their reference, and, as in the paper's Figure 6, during training.
 
 Bins are between powers of two, so the size of a block, from which on MuSe approximates, is the edge of one.
 """
@@ -21,7 +21,7 @@ from muse_lab.report.tree import Figure, Section, Table, number, text
 _NEAR = 10
 """The bin from position 1024 on."""
 _SMALLEST_PART = 128
-"""A bin with less than one in so many of the tokens is left out of the picture of differences: noise."""
+"""A bin with less than one in this many of the tokens is noise, and is left out of the picture of differences."""
 _POSITION = Axis("position, up to", log=2, is_size=True)
 _ABOUT = "The first table is under exact attention: the loss itself, not its cumulative mean, between powers of two."
 _DIFFERENCES = (
@@ -77,15 +77,15 @@ def losses_by_position(
     if cell is None:
         return []
     last = 0
-    found = []
+    curve = []
     for size, mean in zip(cell.sizes, cell.by_position, strict=True):
         last += size
-        found.append((float(last), mean.mean))
-    return found
+        curve.append((float(last), mean.mean))
+    return curve
 
 
 def difference_figures(results: ComparisonResults) -> list[Figure]:
-    """One of all runs that have a reference."""
+    """One figure of all runs that have a reference."""
     curves = differences_by_position(results)
     if not curves:
         return []
@@ -96,9 +96,9 @@ def difference_figures(results: ComparisonResults) -> list[Figure]:
 
 
 def differences_by_position(results: ComparisonResults) -> list[tuple[str, Curve]]:
-    """Of every run that has a reference, under exact attention, without the first bins, which hold too few tokens.
+    """A curve for every run that has a reference, under exact attention, without the first bins: they hold few tokens.
 
-    Of runs that differ by their seed it is the mean; none if one of them has no exact training with its seed.
+    Runs that differ by their seed share a mean curve; they have none if a seed has no exact training.
     """
     groups = seeds_of(results) or [Seeds(run.attention, (run,)) for run in results.runs.values()]
     names = short_names([group.attention for group in groups])
@@ -113,7 +113,7 @@ def differences_by_position(results: ComparisonResults) -> list[tuple[str, Curve
 
 
 def history_figures(results: ComparisonResults) -> list[Figure]:
-    """One for each run with earlier checkpoints, or for each run at all where none is compared with another.
+    """One for each run with earlier checkpoints, or for every run if none is compared with another.
 
     A line for every checkpoint and attention, the last one the darkest.
     """
@@ -142,7 +142,7 @@ def history_figures(results: ComparisonResults) -> list[Figure]:
 def own_attention_tables(results: ComparisonResults) -> list[Table]:
     """What a run's own attention adds to its loss, by position, at every checkpoint that was measured under both.
 
-    Runs with earlier checkpoints have a table each, the others one together.
+    Runs with earlier checkpoints have a table each, the others share one.
     """
     finished: dict[str, Curve] = {}
     tables = []
@@ -161,7 +161,7 @@ def own_attention_tables(results: ComparisonResults) -> list[Table]:
 def context_tables(results: ComparisonResults) -> list[Table]:
     """How much lower the loss is at the end of the context than between positions 1k and 2k, of every finished model.
 
-    It says whether what is far away helps a model at all: without that, no attention can be told from another.
+    It shows whether distant context helps a model at all: if not, attentions cannot be told apart.
     """
     rows = []
     for run in results.runs.values():
@@ -179,7 +179,7 @@ def context_tables(results: ComparisonResults) -> list[Table]:
 
 
 def _gaps_by_position(results: ComparisonResults, run: Run) -> Curve:
-    """Less the loss of the reference, under exact attention; none of a reference, or where one is not measured."""
+    """Loss less that of the reference, under exact attention; empty for a reference, or if one is not measured."""
     reference = reference_of(results, run)
     own, other = losses_by_position(results, run), losses_by_position(results, reference)
     if reference is run or not own or not other:
@@ -224,7 +224,7 @@ def _first_drawn(results: ComparisonResults) -> int:
 
 
 def _block(results: ComparisonResults, run: Run) -> list[Rule]:
-    """Where the first block ends, up to which MuSe is exact."""
+    """A rule at the end of the first block, up to which MuSe is exact."""
     size = block_size_of(run.attention)
     if size is None or size >= results.settings.length:
         return []

@@ -1,6 +1,6 @@
-"""The results of `muse compare`: what was measured of several training runs, as one file.
+"""The results of `muse compare`: measurements of several training runs, as one file.
 
-It is all that a report needs: the runs themselves may be gone.
+A report needs nothing else: the runs themselves may be gone.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from muse_lab.records.stored_results import StoredResults
 
 @dataclass(frozen=True)
 class ComparisonSettings:
-    """What all losses of a file have in common."""
+    """Settings that all losses of a file share."""
 
     corpus: str
     """in words"""
@@ -32,7 +32,7 @@ class ComparisonSettings:
     samples: int
     """0 where nothing is measured, and runs are compared by what they recorded"""
     windows: int
-    """of the held-out split, among which the samples are"""
+    """of the held-out split, from which samples are taken"""
     device: str
     precision: str
     """of products, by autocast"""
@@ -46,19 +46,19 @@ class Run:
     recipe: Recipe
     parameters: int
     step: int
-    """updates that the weights have seen which are compared"""
+    """updates that the compared weights have seen"""
     curves: TrainingCurves
     device: str
     """cpu or cuda, where it was trained"""
 
     @property
     def attention(self) -> str:
-        """That it was trained with, by its full name."""
+        """The full name of the attention that it was trained with."""
         return self.recipe.attention
 
     @property
     def tested_attention(self) -> str:
-        """The same by the name that losses are measured under, which leaves out what only gradients depend on."""
+        """The attention by which its losses are measured: without settings that change only gradients."""
         return without_freezing(self.recipe.attention)
 
     @property
@@ -83,11 +83,11 @@ class Cell:
     sizes: list[int]
     """positions of a sample between powers of two, from position 1 on"""
     bins: list[list[float]] = field(default_factory=list)
-    """of each sample: the mean loss of these positions"""
+    """the mean loss of these positions, for each sample"""
 
     @property
     def means(self) -> list[float]:
-        """Of each sample, over all positions."""
+        """The mean loss of each sample, over all positions."""
         return [
             sum(size * loss for size, loss in zip(self.sizes, losses, strict=True)) / sum(self.sizes)
             for losses in self.bins
@@ -95,7 +95,7 @@ class Cell:
 
     @property
     def by_position(self) -> list[Mean]:
-        """Of each bin, over samples."""
+        """The mean loss of each bin, over samples."""
         return [Mean.of(losses) for losses in zip(*self.bins, strict=True)]
 
 
@@ -123,7 +123,7 @@ class ComparisonResults(StoredResults):
                 raise ValueError("the bins are not those of a sample")
 
     def conditions(self) -> dict[str, Any]:
-        """Whether a GPU was shared changes no loss, and where nothing is measured, neither does the precision."""
+        """Without what changes no loss: whether a GPU was shared and, if nothing is measured, device and precision."""
         without = {"shared_gpu"} if self.settings.samples else {"shared_gpu", "device", "precision"}
         return {name: value for name, value in super().conditions().items() if name not in without}
 
@@ -137,12 +137,12 @@ class ComparisonResults(StoredResults):
         return cell if cell is not None and len(cell.bins) == self.settings.samples else None
 
     def loss(self, run: Run, attention: str, step: int | None = None) -> Mean | None:
-        """The same weights' mean over samples, if every sample is measured."""
+        """The mean loss of these weights over samples, if every sample is measured."""
         cell = self.whole(run, attention, step)
         return None if cell is None else Mean.of(cell.means)
 
     def missing(self, run: str, step: int, attentions: Sequence[str]) -> list[tuple[int, str]]:
-        """What is still to do: all attentions on one sample before the next."""
+        """(sample, attention) still to measure: all attentions on one sample before the next."""
         cells = {name: self.find(run, step, name) for name in attentions}
         done = {name: 0 if cell is None else len(cell.bins) for name, cell in cells.items()}
         return [
@@ -151,7 +151,7 @@ class ComparisonResults(StoredResults):
 
     @property
     def attentions(self) -> list[str]:
-        """Those that the newest weights of some run were measured under to the end, exact attention first."""
+        """Attentions under which the newest weights of a run have seen every sample, exact attention first."""
         ordered = dict.fromkeys([EXACT, *(cell.attention for cell in self.cells)])
         return [name for name in ordered if any(self.whole(run, name) for run in self.runs.values())]
 

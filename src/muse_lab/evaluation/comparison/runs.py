@@ -59,10 +59,10 @@ def open_runs(
     needs_weights: bool = True,
     on_refused: Callable[[str], None] = lambda message: None,
 ) -> list[StoredRun]:
-    """What there is in each folder; a ValueError if it is no run of this corpus, or lacks the weights that it needs.
+    """The run in each folder; raises ValueError if it is not of this corpus, or lacks weights that are needed.
 
-    Where it needs none, its newest are those of the last update that was recorded, wherever they may be.
-    `on_refused` hears of each checkpoint of an unfinished run that is not whole, and of broken lines of metrics.
+    Where no weights are needed, `newest` is the last update that was recorded. `on_refused` is told of each broken
+    checkpoint of an unfinished run, and of broken lines of metrics.
     """
     return [
         _open_run(folder, name, corpus, needs_weights, on_refused)
@@ -71,7 +71,7 @@ def open_runs(
 
 
 def load_weights(run: StoredRun, step: int, corpus: Corpus, device: str) -> PreTrainedModel:
-    """The model after so many updates, in float32, in evaluation mode; a ValueError if it is damaged."""
+    """The model after so many updates, in float32, in evaluation mode; raises ValueError if it is damaged."""
     if run.is_finished and step == run.newest:
         model, _ = load_model(run.folder / MODEL, device=device)
         return model
@@ -83,7 +83,7 @@ def load_weights(run: StoredRun, step: int, corpus: Corpus, device: str) -> PreT
 
 
 def choose_evenly(steps: Sequence[int], number: int) -> list[int]:
-    """At most so many, from the first to the last; of one alone, the first."""
+    """At most `number` steps, evenly from the first to the last; only the first for 1."""
     if number >= len(steps):
         return list(steps)
     if number <= 1:
@@ -108,10 +108,10 @@ def _open_run(
         return StoredRun(folder, name, recipe, curves, newest, False, earlier=(), device=run_device(folder))
     newest, is_finished = recipe.updates, (folder / MODEL).is_dir()
     if not is_finished:
-        found = latest_checkpoint(folder, recipe, corpus, on_refused)
-        if found is None:
+        checkpoint = latest_checkpoint(folder, recipe, corpus, on_refused)
+        if checkpoint is None:
             raise ValueError(f"the run in {folder} has neither a model nor a checkpoint yet; train it on with --resume")
-        newest = found.step
+        newest = checkpoint.step
     earlier = tuple(step for step in checkpoints.steps_in(folder / CHECKPOINTS) if step < newest)
     return StoredRun(folder, name, recipe, curves, newest, is_finished, earlier, run_device(folder))
 
@@ -137,5 +137,5 @@ def _names(folders: Sequence[Path]) -> list[str]:
 
 
 def _as_text(folder: Path) -> str:
-    """Its name; bytes of it that are no text, which no report could be written with, as \\udcff."""
+    """The folder's name; bytes that are not text, which a report cannot hold, are written like \\udcff."""
     return folder.name.encode("utf-8", "backslashreplace").decode()

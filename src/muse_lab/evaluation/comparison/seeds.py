@@ -19,19 +19,19 @@ ABOUT = (
     "Runs that differ by their seed alone: other initial weights, and another order of the samples. ± is the standard "
     "error over seeds, of one number for each: its mean over all held-out samples."
 )
-_PAIRED = "Of each seed the loss under exact attention less that of exact training with the same seed, then their mean."
+_PAIRED = "Loss under exact attention less that of exact training with the same seed, the mean over seeds."
 
 
 @dataclass(frozen=True)
 class Seeds:
-    """All runs of one recipe but for the seed."""
+    """All runs of one recipe, which differ by their seed."""
 
     attention: str
     """by its full name"""
     runs: tuple[Run, ...]
 
     def named(self, names: Mapping[str, str]) -> str:
-        """With what they were trained, by the names of a report."""
+        """The attention and schedule of the runs, by the names of a report."""
         return f"{names[self.attention]}{describe_schedule(self.runs[0])}"
 
     def loss(self, results: ComparisonResults, attention: str) -> Mean | None:
@@ -44,12 +44,12 @@ class Seeds:
         return statistics.stdev(losses) if len(losses) > 1 else None
 
     def difference(self, results: ComparisonResults, *, is_percent: bool = False) -> Mean | None:
-        """To exact training with the same seeds; None where a seed has no such run, and of exact training itself."""
+        """Mean loss less that of exact training with the same seeds; None if a seed has no such run, or is one."""
         return _mean(self.differences(results, is_percent=is_percent))
 
     def differences(self, results: ComparisonResults, *, is_percent: bool = False) -> list[float | None]:
-        """Of each seed, to exact training with the same; None where there is no such run, or one is not measured."""
-        found: list[float | None] = []
+        """The difference of each seed; None if it has no run of exact training, or one is not measured."""
+        gaps: list[float | None] = []
         for run in self.runs:
             reference = reference_of(results, run)
             own, other = results.loss(run, EXACT), results.loss(reference, EXACT)
@@ -57,11 +57,11 @@ class Seeds:
                 reference is not run and reference.attention == EXACT and _begin_alike(run.recipe, reference.recipe)
             )
             if not is_pair or own is None or other is None:
-                found.append(None)
+                gaps.append(None)
             else:
                 gap = own.mean - other.mean
-                found.append(100 * gap / other.mean if is_percent else gap)
-        return found
+                gaps.append(100 * gap / other.mean if is_percent else gap)
+        return gaps
 
     def speedup(self, results: ComparisonResults) -> float | None:
         """The median over seeds."""
@@ -70,20 +70,23 @@ class Seeds:
 
 
 def seeds_of(results: ComparisonResults) -> list[Seeds]:
-    """None where every recipe has one seed. Of several runs with the same seed the first counts."""
+    """Empty if every recipe has one seed. Of several runs with the same seed, the first counts."""
     groups: dict[tuple[Recipe, int], dict[int, Run]] = {}
     for run in results.runs.values():
         groups.setdefault((_without_seed(run.recipe), run.parameters), {}).setdefault(run.recipe.seed, run)
     by_seed = [tuple(runs[seed] for seed in sorted(runs)) for runs in groups.values()]
-    found = [Seeds(runs[0].attention, runs) for runs in by_seed]
-    return found if any(len(group.runs) > 1 for group in found) else []
+    seeds = [Seeds(runs[0].attention, runs) for runs in by_seed]
+    return seeds if any(len(group.runs) > 1 for group in seeds) else []
 
 
 def seeds_table(results: ComparisonResults) -> Table:
     groups = seeds_of(results)
     names = short_names([group.attention for group in groups])
 
-    speed = (number("speed-up", "Of training, the median over seeds."), lambda group: _times(group.speedup(results)))
+    speed = (
+        number("speed-up", "Speed-up of training, the median over seeds."),
+        lambda group: _times(group.speedup(results)),
+    )
     return Table.of(
         groups,
         (text("trained with"), lambda group: group.named(names)),
@@ -102,7 +105,7 @@ def seeds_table(results: ComparisonResults) -> Table:
 
 
 def seeds_differences(results: ComparisonResults) -> Iterable[tuple[Seeds, Mean]]:
-    """In percent, of every recipe with several seeds that is compared with exact training."""
+    """Differences in percent, for every recipe with several seeds that is compared with exact training."""
     for group in seeds_of(results):
         gap = group.difference(results, is_percent=True)
         if len(group.runs) > 1 and gap is not None:

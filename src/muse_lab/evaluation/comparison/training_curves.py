@@ -1,4 +1,4 @@
-"""What the metrics of a training run say: its loss against tokens and seconds, its speed, and what its probes found."""
+"""Curves from the metrics of a training run: loss against tokens and seconds, speed, and what its probes measured."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from muse_lab.pretraining.monitoring.metrics import EXACT_END
 from muse_lab.pretraining.schedule import EXACT
 
 POINTS = 32
-"""Of a curve, at most."""
+"""Largest number of points of a curve."""
 UNSETTLED = 3
-"""Updates that say nothing of the speed, after the attention has changed: memory is found, kernels are compiled."""
+"""Updates after a change of the attention that do not count for speed: memory is allocated, kernels are compiled."""
 
 
 class Point(NamedTuple):
@@ -29,7 +29,7 @@ class Speed(NamedTuple):
     tokens_per_second: float
     """the median"""
     updates: int
-    """that it is of"""
+    """over which it is taken"""
 
 
 class Probe(NamedTuple):
@@ -44,7 +44,7 @@ class Probe(NamedTuple):
 
     @property
     def worst(self) -> tuple[int, float]:
-        """The layer with the largest error, and that."""
+        """The layer with the largest error, and its error."""
         return max(self.errors.items(), key=lambda layer: layer[1])
 
 
@@ -64,7 +64,7 @@ class Evaluated(NamedTuple):
 
     tokens: int
     values: dict[str, float]
-    """by their names in `metrics.jsonl`, without the end that says exact"""
+    """by their names in `metrics.jsonl`, without the suffix that means exact"""
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class TrainingCurves:
 
     @classmethod
     def of(cls, steps: Sequence[Mapping[str, Any]]) -> TrainingCurves:
-        """From the lines of `metrics.jsonl`. Updates without a finite loss, which were skipped, are left out."""
+        """Curves from the lines of `metrics.jsonl`. Updates without a finite loss, which were skipped, are left out."""
         steps = [step for step in steps if "loss" in step or "skipped" not in step]
         averaged = max(1, -(-len(steps) // POINTS))
         updates = list(_updates(steps))
@@ -106,15 +106,15 @@ class TrainingCurves:
                 if "answers_loss" in step
             ),
             evaluations=tuple(
-                Evaluated(step["tokens"], found)
+                Evaluated(step["tokens"], values)
                 for step in steps
-                if (found := _under_exact_attention(step.get("evaluation", {}), step["attention"]))
+                if (values := _under_exact_attention(step.get("evaluation", {}), step["attention"]))
             ),
         )
 
 
 def _updates(steps: Sequence[Mapping[str, Any]]) -> Iterable[Point]:
-    """Seconds are those of updates alone: a run that was paused and resumed has lost none."""
+    """Loss and seconds at each update; seconds count updates alone, not pauses."""
     tokens, seconds = 0, 0.0
     for step in steps:
         seconds += (step["tokens"] - tokens) / step["tokens_per_second"]
@@ -123,7 +123,7 @@ def _updates(steps: Sequence[Mapping[str, Any]]) -> Iterable[Point]:
 
 
 def _averages(updates: Sequence[Point], averaged: int) -> Iterable[Point]:
-    """Of so many updates each, counted from the last one, none of which is in two of them."""
+    """Means over so many consecutive updates, counted from the last one, none of which is in two means."""
     first = len(updates) % averaged or averaged
     for end in range(first, len(updates) + 1, averaged):
         group = updates[max(0, end - averaged) : end]
@@ -131,11 +131,11 @@ def _averages(updates: Sequence[Point], averaged: int) -> Iterable[Point]:
 
 
 def _speeds(steps: Sequence[Mapping[str, Any]]) -> dict[str, Speed]:
-    found: dict[str, list[float]] = {}
+    by_attention: dict[str, list[float]] = {}
     for attention, group in itertools.groupby(steps, key=lambda step: step["attention"]):
         settled = [step["tokens_per_second"] for step in list(group)[UNSETTLED:] if not _is_probed(step)]
-        found.setdefault(attention, []).extend(settled)
-    return {name: Speed(statistics.median(speeds), len(speeds)) for name, speeds in found.items() if speeds}
+        by_attention.setdefault(attention, []).extend(settled)
+    return {name: Speed(statistics.median(speeds), len(speeds)) for name, speeds in by_attention.items() if speeds}
 
 
 def _under_exact_attention(measured: Mapping[str, float], attention: str) -> dict[str, float]:

@@ -25,8 +25,8 @@ MEANING = Note(
 FARTHEST = 16
 """A power law is followed to this many times the largest count that was measured."""
 _WITHOUT_TILT = (
-    "Clusters that plain means would need for the error that the tilt has, by the power law through the errors without "
-    f"tilt. * is beyond what was measured; the law is followed to {FARTHEST} times that."
+    "Clusters that plain means would need for the error with tilt, by the power law through the errors without tilt. "
+    f"* is beyond the largest measured count; the law is followed to {FARTHEST} times that."
 )
 _PAPER_COUNTS = (
     "The paper's own counts in its Table 2 do not follow from its exponents -0.89 and -0.59: those give 1714 for its "
@@ -109,7 +109,7 @@ def _key_figure(curves: dict[str, list[tuple[float, float]]]) -> Figure:
 
 
 def shown_presets(results: FidelityResults) -> list[Preset]:
-    """The tables that there are numbers for, in most of their rows."""
+    """The presets of which most rows were measured."""
     return [
         preset
         for preset in find_presets(["all"], results.settings.length)
@@ -121,10 +121,10 @@ def headline(results: FidelityResults) -> FidelityRequest:
     """The request whose heads are shown: that of the paper's sizes, or else the first that was measured."""
     length = results.settings.length
     base = FidelityRequest(f"muse:{MuSeConfig.paper_sizes(length)}", length)
-    found = [request for request in (base, *results.measured) if results.is_whole(request)]
-    if not found:
+    whole = [request for request in (base, *results.measured) if results.is_whole(request)]
+    if not whole:
         raise ValueError("no attention has been measured in all layers and samples; run the command again to continue")
-    return found[0]
+    return whole[0]
 
 
 def subject(results: FidelityResults) -> str:
@@ -142,7 +142,7 @@ def _number(results: FidelityResults) -> str:
 
 
 def table_of_requests(results: FidelityResults, requests: Sequence[FidelityRequest]) -> Table:
-    """What is known of any of the requests that are whole."""
+    """The measures of the requests that are whole."""
     whole = [request for request in requests if results.is_whole(request)]
     names = short_names(results.named)
     return Table.of(
@@ -154,7 +154,7 @@ def table_of_requests(results: FidelityResults, requests: Sequence[FidelityReque
 
 
 def table_of_preset(results: FidelityResults, preset: Preset, title: str = "") -> Table:
-    """What was not measured is absent."""
+    """The rows of a preset that were measured."""
     whole = [row for row in preset.rows if results.is_whole(row.request)]
     names = short_names(results.named)
     return Table.of(
@@ -167,7 +167,7 @@ def table_of_preset(results: FidelityResults, preset: Preset, title: str = "") -
 
 
 def _labels(title: str) -> Column:
-    """A column of what a table varies."""
+    """A column of a setting that a table varies."""
     return Column(title, is_number=title not in _WORDS)
 
 
@@ -200,13 +200,13 @@ def key_curves(results: FidelityResults, preset: Preset) -> dict[str, list[tuple
 
 
 def paper_curves() -> dict[str, list[tuple[float, float]]]:
-    """The same of the paper's 1B model."""
+    """The same curves of the paper's 1B model."""
     tables = {"tilt": TABLES["Table 2"], NO_TILT: TABLES["Table 29"]}
     return {name: [(float(row[0]), float(row[1])) for row in table.rows] for name, table in tables.items()}
 
 
 def table_of_clusters(results: FidelityResults, preset: Preset) -> Table | None:
-    """How many clusters without tilt are worth as much; None if there are not enough numbers."""
+    """Clusters without tilt that are as accurate as those with it; None if there are not enough numbers."""
     curves = cluster_curves(results, preset)
     if min(map(len, curves.values())) < 2:
         return None
@@ -223,7 +223,7 @@ def table_of_clusters(results: FidelityResults, preset: Preset) -> Table | None:
 
 
 def table_of_clusters_with_tilt(results: FidelityResults, preset: Preset) -> Table:
-    """The reverse, as the paper's Table 29: how few clusters with tilt are worth as much as those without."""
+    """The reverse, as in the paper's Table 29: clusters with tilt that are as accurate as those without."""
     curves = cluster_curves(results, preset)
     tilted = PowerLaw.fit(curves["tilt"])
     rows = []
@@ -234,11 +234,11 @@ def table_of_clusters_with_tilt(results: FidelityResults, preset: Preset) -> Tab
     return Table(map(number, titles), rows, "What clusters without tilt are worth")
 
 
-def _needed(needed: float, clusters: float, most: float) -> tuple[str, str]:
-    """How many clusters, and how many times as many. A power law is not believed far beyond what it was fitted to."""
-    if needed > FARTHEST * most:
-        return f"more than {FARTHEST * most:.0f}*", f"more than {FARTHEST * most / clusters:.0f}x"
-    return f"{needed:.0f}{'*' if needed > most else ''}", f"{needed / clusters:.1f}x"
+def _needed(needed: float, clusters: float, largest: float) -> tuple[str, str]:
+    """The clusters needed, and their ratio. A power law is not trusted far beyond what it was fitted to."""
+    if needed > FARTHEST * largest:
+        return f"more than {FARTHEST * largest:.0f}*", f"more than {FARTHEST * largest / clusters:.0f}x"
+    return f"{needed:.0f}{'*' if needed > largest else ''}", f"{needed / clusters:.1f}x"
 
 
 def table_of_layers(results: FidelityResults, request: FidelityRequest) -> Table:
@@ -259,6 +259,6 @@ def _fits_in_words(results: FidelityResults, preset: Preset) -> str:
 
 
 def _named(results: FidelityResults, presets: Sequence[Preset]) -> list[FidelityRequest]:
-    """What was measured, and is in none of the tables."""
-    of_presets = {request for preset in presets for request in preset.requests}
-    return [request for request in results.measured if results.is_whole(request) and request not in of_presets]
+    """Requests that were measured and are in none of the presets."""
+    in_presets = {request for preset in presets for request in preset.requests}
+    return [request for request in results.measured if results.is_whole(request) and request not in in_presets]

@@ -1,4 +1,4 @@
-"""How far attentions are from exact attention on what the layers of a model attend with: every head of every layer.
+"""Errors of attentions against exact attention on a model's own queries, keys and values: every head of every layer.
 
 The results are one JSON file, replaced every few seconds, so that an interrupted run goes on where it stopped.
 """
@@ -28,19 +28,19 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 GRADIENTS = ("query_gradient_error", "key_gradient_error", "value_gradient_error")
-"""Those of `fidelity.gradients.GradientErrors`, for every head of queries, or of keys. Only where asked for."""
+"""Measures of `fidelity.gradients.GradientErrors`, for every query or key head. Only with --gradients."""
 MEASURES = (
     *("relative_squared_error", "cosine", "energy_error", "lse_gap", "error_p99", "error_p999", "share_far_off"),
     *("pairs_per_query", "keys_per_query", "share_retrieving", "found_share"),
     *GRADIENTS,
 )
-"""Those of `fidelity.Fidelity`, each a number for every head, and of gradients. An attention that
-retrieves nothing has nothing to tell of it."""
+"""Measures of `fidelity.Fidelity` and of gradients, each a number for every head. An attention that retrieves nothing
+lacks those of retrieval."""
 
 _DIGITS = 6
 
 Heads = dict[str, list[float]]
-"""Some of `MEASURES`, of every head of a layer."""
+"""The heads of a layer: their numbers, by measure."""
 
 
 class FidelityRequest(NamedTuple):
@@ -60,7 +60,7 @@ class FidelityResults(StoredResults):
     measured: dict[FidelityRequest, list[list[Heads]]] = field(
         default_factory=dict, metadata=entries("attention", "length", value="samples")
     )
-    """what was found in each sample, layer by layer"""
+    """the measures of each sample, layer by layer"""
 
     @property
     def named(self) -> list[str]:
@@ -71,22 +71,22 @@ class FidelityResults(StoredResults):
         return all(self.has_sample(request, sample, gradients=gradients) for sample in range(self.settings.samples))
 
     def has_sample(self, request: FidelityRequest, sample: int, *, gradients: bool = False) -> bool:
-        found = self.measured.get(request, [])
-        if not (self.has_all_layers and sample < len(found) and len(found[sample]) == len(self.layers)):
+        samples = self.measured.get(request, [])
+        if not (self.has_all_layers and sample < len(samples) and len(samples[sample]) == len(self.layers)):
             return False
-        return not gradients or all(_has_gradients(heads) for heads in found[sample])
+        return not gradients or all(_has_gradients(heads) for heads in samples[sample])
 
     def measures(self, request: FidelityRequest) -> list[str]:
-        """What is known of all samples and layers."""
+        """The measures that are known of all samples and layers."""
         heads = [layer for sample in self.measured[request] for layer in sample]
         return [measure for measure in MEASURES if all(measure in layer for layer in heads)]
 
     def by_head(self, request: FidelityRequest, measure: str) -> Tensor:
         """(layers, heads), averaged over samples."""
-        of_samples = torch.tensor(
+        by_sample = torch.tensor(
             [[layer[measure] for layer in sample] for sample in self.measured[request]], dtype=torch.float64
         )
-        return of_samples.nanmean(0) if measure == FOUND else of_samples.mean(0)
+        return by_sample.nanmean(0) if measure == FOUND else by_sample.mean(0)
 
     def pooled(self, request: FidelityRequest) -> dict[str, float]:
         """Each measure that is known, averaged over all samples, layers and heads."""
@@ -176,17 +176,17 @@ def _measure_layer(
     exact_gradients: ExactGradients | None = None
     for request in requests:
         attention = get_attention(request.attention)
-        found = results.measured.setdefault(request, [])
-        while len(found) <= sample:
-            found.append([])
-        if len(found[sample]) <= place:
+        samples = results.measured.setdefault(request, [])
+        while len(samples) <= sample:
+            samples.append([])
+        if len(samples[sample]) <= place:
             exact = exact or exact_attention(query, key, value, return_lse=True, **call)
             fidelity = measure_fidelity(attention, query, key, value, exact=exact, **call)
-            found[sample].append({name: rounded(tensor[0], _DIGITS) for name, tensor in fidelity.by_head().items()})
-        if gradients and not _has_gradients(found[sample][place]):
+            samples[sample].append({name: rounded(tensor[0], _DIGITS) for name, tensor in fidelity.by_head().items()})
+        if gradients and not _has_gradients(samples[sample][place]):
             exact_gradients = exact_gradients or ExactGradients.of(query, key, value, **call)
             errors = measure_gradients(attention, query, key, value, exact=exact_gradients, **call)
-            found[sample][place].update({name: rounded(tensor[0], _DIGITS) for name, tensor in vars(errors).items()})
+            samples[sample][place].update({name: rounded(tensor[0], _DIGITS) for name, tensor in vars(errors).items()})
         save()
 
 
@@ -195,5 +195,5 @@ def _has_gradients(heads: Heads) -> bool:
 
 
 def _csv_cell(numbers: list[float] | None, head: int, heads: int) -> str:
-    """Of a head of queries; what is measured for heads of keys stands beside each that shares one."""
+    """The number of a query head; that of a key head is repeated for each query head that shares it."""
     return "" if numbers is None else f"{numbers[head * len(numbers) // heads]:.6g}"

@@ -16,7 +16,7 @@ class PaperTable:
 
 
 def _read(section: str) -> PaperTable:
-    """A heading, a line, and a table of Markdown."""
+    """Parse a section: a heading, a line, and a table of Markdown."""
     number, setting, _, *table = section.strip().splitlines()
     header, _, *rows = (tuple(cell.strip() for cell in line.strip("|").split("|")) for line in table)
     return PaperTable(number, setting, header, tuple(rows))
@@ -24,4 +24,4 @@ def _read(section: str) -> PaperTable:
 
 _, *_SECTIONS = Path(__file__).with_name("paper_tables.md").read_text(encoding="utf-8").split("## ")
 TABLES = {table.number: table for table in map(_read, _SECTIONS)}
-"""By number, as `Table 2`."""
+"""By number, such as `Table 2`."""

@@ -17,7 +17,7 @@ from muse_lab.evaluation.fidelity.layers import FidelityRequest
 from muse_lab.evaluation.fidelity.paper import TABLES, PaperTable
 
 RETRIEVED_PART = 16
-"""One in so many clusters is retrieved, unless a table is about that."""
+"""One in this many clusters is retrieved, unless a table varies that."""
 NO_TILT = "no tilt"
 ERROR_CONTROL = "error-control"
 
@@ -32,7 +32,7 @@ class Preset:
     name: str
     title: str
     question: str
-    """what the table is to show, in words"""
+    """what the table shows, in words"""
     columns: tuple[str, ...]
     rows: tuple[Row, ...]
     paper: tuple[PaperTable, ...] = ()
@@ -51,8 +51,8 @@ def find_presets(names: list[str], length: int) -> list[Preset]:
         if name not in PRESETS:
             raise ValueError(f"unknown preset {name!r}; use all or some of {', '.join(PRESETS)}")
     base = _Base(MuSeConfig.paper_sizes(length), length)
-    found = [PRESETS[name](base) for name in dict.fromkeys(names)]
-    return [preset for preset in found if preset.rows]
+    presets = [PRESETS[name](base) for name in dict.fromkeys(names)]
+    return [preset for preset in presets if preset.rows]
 
 
 @dataclass(frozen=True)
@@ -74,14 +74,14 @@ class _Base:
 
     @property
     def words(self) -> dict[str, object]:
-        """That a question may have in it."""
+        """The values that a question may name."""
         retrieved, block = self.config.retrieved_clusters, format_size(self.eighth)
         pairs_of = self.clusters_of_8_pairs
         return {"clusters": self.clusters, "pairs_of": pairs_of, "retrieved": retrieved, "eighth": block}
 
     @property
     def clusters_of_8_pairs(self) -> int:
-        """The paper's 128, also at lengths that go with fewer, where 8 pairs would be a large part of all."""
+        """128, as in the paper, even where the base has fewer, of which 8 pairs would be a large part."""
         return max(128, self.clusters)
 
     @property
@@ -97,7 +97,7 @@ class _Base:
         return self.named(f"muse:{self.config.replace(**changes)}", *labels)
 
     def named(self, attention: str, *labels: object) -> Row:
-        """An attention by its name."""
+        """A row of an attention by its name."""
         return Row(tuple(map(str, labels)), FidelityRequest(full_name(attention, self.length), self.length))
 
     def tilted_and_not(self, count: int, *labels: object, **changes: object) -> list[Row]:
@@ -117,7 +117,7 @@ _Rows = Callable[[_Base], Iterable[Row]]
 
 
 def _preset(*columns: str, paper: tuple[str, ...] = ()) -> Callable[[_Rows], _Rows]:
-    """The rows that a function gives for a base are a preset of its name, beside tables of the paper, by number.
+    """Make a preset, beside tables of the paper by number, of a function that gives the rows for a base.
 
     The docstring of the function is the title and the question, which may name the `words` of the base.
     """

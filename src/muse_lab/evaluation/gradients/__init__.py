@@ -1,1 +1,1 @@
-"""How much of the gradient of lookups an attention keeps."""
+"""The part of the gradient of lookups that an attention keeps."""

@@ -16,19 +16,19 @@ from muse_lab.report.provenance import names_table, provenance_of
 from muse_lab.report.tree import Card, Report, Section, Table, number, shown, text
 
 _ABOUT = (
-    "The gradient of the loss of the uids that a sample asks for, each token given the right ones before it, in the "
-    "weights of the model: under an attention that reads the whole sample, and under exact attention. No weight is "
+    "The gradient with respect to the model's weights of the loss on the uids that a sample asks for, each token given "
+    "the right ones before it: under an attention that reads the whole sample, and under exact attention. No weight is "
     "changed."
 )
 _KEPT = (
     "The component along exact attention's gradient, as a share of it: the sum of products over the sum of squared "
     "norms, over samples, ± the standard error of that ratio. 1 for exact attention."
 )
-_COSINE = "The same sum of products over the root of both sums of squared norms: 1 where the gradient is scaled alone."
+_COSINE = "The same sum of products over the root of both sums of squared norms: 1 if the gradient is only scaled."
 _NORM = "Root mean square over samples of the gradient's norm, as a share of exact attention's."
 _SHARE = (
-    "Of the squared norms of exact attention's gradients. Where it is small, needles are found already, and what is "
-    "kept of so little is noise."
+    "Share of the squared norms of exact attention's gradients. Where it is small, needles are found already, and the "
+    "part that is kept is noise."
 )
 _LOSS = "Nats for each token of a uid, the mean over samples, ± its standard error."
 _PROJECTIONS = "The same for the projections that make queries and keys (q_proj and k_proj) alone."
@@ -59,7 +59,7 @@ class Pool:
 
 @dataclass(frozen=True)
 class Compared:
-    """Gradients of the same weights in several samples; None where exact attention's are all zero."""
+    """Gradients of the same weights in several samples. Ratios are None if exact attention's are all zero."""
 
     products: Sequence[Products]
 
@@ -84,11 +84,11 @@ class Compared:
 
 
 def pool(results: GradientResults, length: int, attention: str, bucket: int | None = None) -> Pool:
-    """Of one depth, or of all for None."""
+    """The samples of one depth, or of all for None."""
     return Pool(
         [
-            found
-            for task, found in results.measured.items()
+            gradients
+            for task, gradients in results.measured.items()
             if (task.length, task.attention) == (length, attention) and bucket in (None, task.bucket)
         ]
     )
@@ -103,12 +103,12 @@ def gradient_report(results: GradientResults, file_name: str) -> Report:
     return Report(
         f"Gradients of lookups: {file_name}",
         verdict=[
-            *(_in_words(names[name], lengths[-1], of_name) for name, of_name in longest.items()),
+            *(_in_words(names[name], lengths[-1], pooled) for name, pooled in longest.items()),
             f"{settings.model}, in {settings.haystack}.",
         ],
         cards=[
-            Card(f"kept, {names[name]}", _with_error(of_name.all_weights.kept), "of the gradient of answers")
-            for name, of_name in longest.items()
+            Card(f"kept, {names[name]}", _with_error(pooled.all_weights.kept), "of the gradient of answers")
+            for name, pooled in longest.items()
         ][:6],
         sections=[
             Section.of("Attentions", _ABOUT, summary_table(results)),
@@ -121,7 +121,7 @@ def gradient_report(results: GradientResults, file_name: str) -> Report:
 
 
 def summary_table(results: GradientResults) -> Table:
-    """Of every length and attention, all kinds together."""
+    """A row for every length and attention, all kinds together."""
     names = short_names(results.named)
     rows = [
         (length, names[attention], pool(results, length, attention))
@@ -148,17 +148,17 @@ def summary_table(results: GradientResults) -> Table:
 
 
 def depth_table(results: GradientResults, length: int) -> Table:
-    """What is kept of the gradient of all weights, by the depth of a needle that is asked for."""
+    """The kept part of the gradient of all weights, by the depth of the needle."""
     names, attentions = short_names(results.named), results.attentions(length)
     squares = [0.0] * BUCKETS
-    for task, found in results.measured.items():
+    for task, gradients in results.measured.items():
         if (task.length, task.attention) == (length, attentions[0]):
-            squares[task.bucket] += found.all_weights.exact_square
+            squares[task.bucket] += gradients.all_weights.exact_square
     rows = []
     for bucket in sorted({task.bucket for task in results.measured if task.length == length}):
         pools = (pool(results, length, attention, bucket) for attention in attentions)
         share = f"{100 * squares[bucket] / (sum(squares) or 1):.0f}%"
-        rows.append((f"{depth_of(bucket):.2f}", share, *(_with_error(of.all_weights.kept) for of in pools)))
+        rows.append((f"{depth_of(bucket):.2f}", share, *(_with_error(pooled.all_weights.kept) for pooled in pools)))
     columns = (number(names[name], _KEPT) for name in attentions)
     return Table((number("depth"), number("share", _SHARE), *columns), rows)
 
@@ -169,17 +169,19 @@ def as_csv(results: GradientResults) -> str:
     header = ["attention", "length", "kind", "bucket", "number", "loss", "exact_loss"]
     header += [f"{weights}_{part}" for weights in ("all_weights", "queries_and_keys") for part in parts]
     rows: list[Sequence[object]] = []
-    for task, found in results.measured.items():
-        products = (getattr(of, part) for of in (found.all_weights, found.queries_and_keys) for part in parts)
+    for task, gradients in results.measured.items():
+        products = (
+            getattr(weights, part) for weights in (gradients.all_weights, gradients.queries_and_keys) for part in parts
+        )
         place = (task.attention, task.length, task.kind, task.bucket, task.number)
-        rows.append([*place, found.loss, found.exact_loss, *products])
+        rows.append([*place, gradients.loss, gradients.exact_loss, *products])
     return csv_text(header, rows)
 
 
-def _in_words(name: str, length: int, of_name: Pool) -> str:
-    projections = of_name.queries_and_keys.kept
+def _in_words(name: str, length: int, pooled: Pool) -> str:
+    projections = pooled.queries_and_keys.kept
     also = "" if projections is None else f", and {projections.mean:.3f} of that of queries' and keys' projections"
-    kept = of_name.all_weights.kept
+    kept = pooled.all_weights.kept
     if kept is None:
         return f"At {format_size(length)}, exact attention has no gradient for the answers that {name} could keep."
     return f"At {format_size(length)}, {name} keeps {_with_error(kept)} of the gradient of answers{also}."

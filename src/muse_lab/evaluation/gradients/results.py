@@ -31,7 +31,7 @@ _DIGITS = 6
 
 @dataclass(frozen=True)
 class Products:
-    """Of two gradients of the same weights, an attention's and exact attention's."""
+    """Products of two gradients of the same weights, an attention's and exact attention's."""
 
     square: float
     """the squared norm of the attention's"""
@@ -41,14 +41,14 @@ class Products:
 
 @dataclass(frozen=True)
 class Gradients:
-    """Of one sample under one attention."""
+    """Gradients of one sample under one attention."""
 
     loss: float
     """in nats for each token of a uid"""
     exact_loss: float
     all_weights: Products
     queries_and_keys: Products
-    """the projections that make them, all zeros where no weights are named so"""
+    """of the projections that make them; zeros if no weights are named so"""
 
 
 @dataclass
@@ -69,9 +69,9 @@ def measure(
 ) -> None:
     """Fill `results` with what is missing of `tasks`; exact attention is differentiated once for each sample."""
 
-    def measure_sample(sample: Sample, of_sample: list[NeedleTask]) -> Iterator[Gradients]:
+    def measure_sample(sample: Sample, sample_tasks: list[NeedleTask]) -> Iterator[Gradients]:
         exact = differentiate(model, sample, EXACT)
-        for task in of_sample:
+        for task in sample_tasks:
             yield _compare(differentiate(model, sample, task.attention), exact)
 
     measure_samples(samples, tasks, results, path, measure_sample, on_step)
@@ -80,7 +80,7 @@ def measure(
 def differentiate(model: PreTrainedModel, sample: Sample, attention: str) -> tuple[float, dict[str, Tensor]]:
     """The loss of the answers of a sample, and its gradient, by the name of the weights.
 
-    A ValueError if one of them is not a finite number.
+    Raises ValueError if one of them is not a finite number.
     """
     from muse_attention.huggingface import use_attention
 
@@ -101,10 +101,10 @@ def differentiate(model: PreTrainedModel, sample: Sample, attention: str) -> tup
 
 
 def _compare(own: tuple[float, Mapping[str, Tensor]], exact: tuple[float, Mapping[str, Tensor]]) -> Gradients:
-    (loss, of_own), (exact_loss, of_exact) = own, exact
-    both = [name for name in of_own if name in of_exact]
-    projections = [name for name in both if any(part in name.split(".") for part in _QUERIES_AND_KEYS)]
-    products = (_products(of_own, of_exact, names) for names in (both, projections))
+    (loss, own_gradients), (exact_loss, exact_gradients) = own, exact
+    shared = [name for name in own_gradients if name in exact_gradients]
+    projections = [name for name in shared if any(part in name.split(".") for part in _QUERIES_AND_KEYS)]
+    products = (_products(own_gradients, exact_gradients, names) for names in (shared, projections))
     return Gradients(_rounded(loss), _rounded(exact_loss), *products)
 
 

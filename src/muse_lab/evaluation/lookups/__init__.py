@@ -1,1 +1,1 @@
-"""How much of exact attention's weight on a needle each attention attends to token by token."""
+"""Share of exact attention's weight on a needle that each attention attends to token by token."""

@@ -20,7 +20,7 @@ STRONG = 0.1
 """A head that puts at least this much of its weight on the needle looks it up."""
 _SHOWN_HEADS = 40
 _QUERY = (
-    "The model reads each prompt with exact attention. In every head, the query is the last token of the prompt, that "
+    "The model reads each prompt with exact attention. In every head, the query is the last token of the prompt, just "
     "before the first digit of the uid that is asked for, and the needle is the file that defines it."
 )
 _SUMS = "A sum over all heads, layers and samples over the sum of the weight."
@@ -29,18 +29,18 @@ _FOUND = (
     f"block. {_SUMS}"
 )
 _EXACT = (
-    "The same with keys that are the only one of their summary, which is then that key; the rest is approximated by "
-    f"summaries. {_SUMS}"
+    "The same with keys that are alone in their summary, which is then exact; the rest is approximated by summaries. "
+    f"{_SUMS}"
 )
 _STRONG = f"Heads of a sample with a weight of at least {STRONG:g} on the needle, the mean over samples."
-_STRONG_FOUND = "Strong heads of which more than half of the weight is found."
+_STRONG_FOUND = "Strong heads with more than half of their weight found, the mean over samples."
 _STRONG_PAIRS = "Buckets that the query retrieves in a strong head."
 _WEIGHT = "Exact attention's weight on the needle, the mean over samples."
 
 
 @dataclass(frozen=True)
 class Pool:
-    """All samples of some kind under one attention, (samples, layers, heads) each."""
+    """Samples under one attention. Each tensor is (samples, layers, heads)."""
 
     weight: Tensor
     found: Tensor
@@ -57,22 +57,22 @@ class Pool:
 
     @property
     def strong_heads(self) -> float:
-        """In a sample, on average."""
+        """Their number in a sample, on average."""
         return float(self.is_strong.sum()) / self.samples
 
     @property
     def strong_heads_found(self) -> float:
-        """More than half of whose weight is found; in a sample, on average."""
+        """The number with more than half of their weight found, in a sample, on average."""
         return float((self.is_strong & (self.found > self.weight / 2)).sum()) / self.samples
 
     @property
     def strong(self) -> Pool:
-        """Heads that look the needle up alone, in a row."""
+        """The strong heads of all samples and layers, in flat tensors."""
         return Pool(*(tensor[self.is_strong] for tensor in vars(self).values()))
 
     @property
     def share(self) -> float | None:
-        """Of the weight that is found; None if there is none."""
+        """Share of the weight that is found; None if there is no weight."""
         return _share(self.weight, self.found)
 
     @property
@@ -91,10 +91,10 @@ class Pool:
 
 
 def pool(results: LookupResults, length: int, kind: str | None, attention: str) -> Pool:
-    """Of one kind of samples, or of all for None."""
+    """The samples of one kind, or of all for None."""
     chosen = [
-        found
-        for task, found in results.measured.items()
+        lookups
+        for task, lookups in results.measured.items()
         if (task.length, task.attention) == (length, attention) and kind in (None, task.kind)
     ]
     names = [field.name for field in dataclasses.fields(Pool)]
@@ -107,24 +107,24 @@ def lookup_report(results: LookupResults, file_name: str) -> Report:
     settings, names = results.settings, short_names(results.named)
     lengths = results.lengths
     longest = _pools(results, lengths[-1])
-    best, found = max(longest.items(), key=lambda item: item[1].share or 0)
-    most = "Heads with most weight on the needle"
+    best, best_pool = max(longest.items(), key=lambda item: item[1].share or 0)
+    heaviest = "Heads with most weight on the needle"
     among = "" if len(longest) == 1 else f", most of {len(longest)} attentions"
     return Report(
         f"Lookups: {file_name}",
         verdict=[
-            f"At {format_size(lengths[-1])}, {names[best]} attends token by token to {_percent(found.share) or 'none'} "
-            f"of exact attention's weight on the needle{among}.",
+            f"At {format_size(lengths[-1])}, {names[best]} attends token by token to "
+            f"{_percent(best_pool.share) or 'none'} of exact attention's weight on the needle{among}.",
             f"{settings.model}, in {settings.haystack}.",
         ],
         cards=[
-            Card(f"found, {names[name]}", _percent(of_name.share), f"strong heads: {_percent(of_name.strong.share)}")
-            for name, of_name in longest.items()
+            Card(f"found, {names[name]}", _percent(pooled.share), f"strong heads: {_percent(pooled.strong.share)}")
+            for name, pooled in longest.items()
         ][:6],
         sections=[
             Section.of("Attentions", _QUERY, summary_table(results)),
             *(Section.of(f"By layer, {format_size(length)}", layer_table(results, length)) for length in lengths),
-            *(Section.of(f"{most}, {format_size(length)}", head_table(results, length)) for length in lengths),
+            *(Section.of(f"{heaviest}, {format_size(length)}", head_table(results, length)) for length in lengths),
         ],
         names=names_table(results.named),
         provenance=provenance_of(results, *settings.facts),
@@ -133,7 +133,7 @@ def lookup_report(results: LookupResults, file_name: str) -> Report:
 
 
 def summary_table(results: LookupResults) -> Table:
-    """Of every length, kind and attention."""
+    """A row for every length, kind and attention."""
     names = short_names(results.named)
     return Table.of(
         [(length, kind, names[name], pool(results, length, kind, name)) for length, kind, name in _groups(results)],
@@ -161,11 +161,13 @@ def layer_table(results: LookupResults, length: int) -> Table:
     first = next(iter(pools.values()))
     rows = []
     for place, layer in enumerate(results.layers):
-        of_layer = first.in_layer(place)
-        shares = (_percent(found.in_layer(place).share) for found in pools.values())
-        rows.append((str(layer), f"{float(of_layer.weight.mean()):.3f}", f"{of_layer.strong_heads:.1f}", *shares))
-    found = (number(names[name], _FOUND) for name in pools)
-    return Table((number("layer"), number("weight", _WEIGHT), number("strong", _STRONG), *found), rows)
+        first_in_layer = first.in_layer(place)
+        shares = (_percent(pooled.in_layer(place).share) for pooled in pools.values())
+        rows.append(
+            (str(layer), f"{float(first_in_layer.weight.mean()):.3f}", f"{first_in_layer.strong_heads:.1f}", *shares)
+        )
+    columns = (number(names[name], _FOUND) for name in pools)
+    return Table((number("layer"), number("weight", _WEIGHT), number("strong", _STRONG), *columns), rows)
 
 
 def head_table(results: LookupResults, length: int) -> Table:
@@ -175,7 +177,7 @@ def head_table(results: LookupResults, length: int) -> Table:
     order = weight.flatten().argsort(descending=True)[:_SHOWN_HEADS].tolist()
     rows = []
     for place, head in (divmod(index, weight.shape[1]) for index in order):
-        shares = (_percent(found.in_head(place, head).share) for found in pools.values())
+        shares = (_percent(pooled.in_head(place, head).share) for pooled in pools.values())
         rows.append((str(results.layers[place]), str(head), f"{float(weight[place, head]):.3f}", *shares))
     columns = (number("layer"), number("head"), number("weight", _WEIGHT))
     return Table((*columns, *(number(names[name], _FOUND) for name in pools)), rows)
@@ -186,23 +188,23 @@ def as_csv(results: LookupResults) -> str:
     header = ("attention", "length", "kind", "layer", "head", "samples", "weight", "found", "exact", "pairs")
     rows: list[Sequence[object]] = []
     for length, kind, attention in _groups(results):
-        of_group = pool(results, length, kind, attention)
-        means = [tensor.mean(0) for tensor in vars(of_group).values()]
+        pooled = pool(results, length, kind, attention)
+        means = [tensor.mean(0) for tensor in vars(pooled).values()]
         for place, layer in enumerate(results.layers):
             for head, numbers in enumerate(zip(*(mean[place].tolist() for mean in means), strict=True)):
                 cells = [f"{number:.4g}" for number in numbers]
-                rows.append([attention, length, kind, layer, head, of_group.samples, *cells])
+                rows.append([attention, length, kind, layer, head, pooled.samples, *cells])
     return csv_text(header, rows)
 
 
 def _groups(results: LookupResults) -> list[tuple[int, str, str]]:
     """The (length, kind, attention) there are, by length and kind; attentions in the order they were measured in."""
-    found = dict.fromkeys((task.length, task.kind, task.attention) for task in results.measured)
-    return sorted(found, key=lambda group: group[:2])
+    groups = dict.fromkeys((task.length, task.kind, task.attention) for task in results.measured)
+    return sorted(groups, key=lambda group: group[:2])
 
 
 def _pools(results: LookupResults, length: int) -> dict[str, Pool]:
-    """All kinds together, by attention."""
+    """The samples of all kinds, by attention."""
     return {attention: pool(results, length, None, attention) for attention in results.attentions(length)}
 
 

@@ -1,4 +1,4 @@
-"""Lookups in needle samples, in every head of every layer of a model that attends exactly meanwhile.
+"""Lookups in needle samples, in every head of every layer of a model that reads with exact attention.
 
 The query is the token before the first uid that is asked for, the last of the prompt; the needle is the definition of
 that uid. The results are one JSON file, from which an interrupted run goes on.
@@ -28,7 +28,7 @@ _DIGITS = 4
 
 @dataclass(frozen=True)
 class Found:
-    """Of one sample under one attention: of every layer, of every head, what `Lookup` has."""
+    """One sample under one attention: the fields of `Lookup`, by layer and head."""
 
     weight: list[list[float]]
     found: list[list[float]]
@@ -55,15 +55,15 @@ def measure(
 ) -> None:
     """Fill `results` with what is missing of `tasks`: the model reads each sample once, for all attentions."""
 
-    def measure_sample(sample: Sample, of_sample: list[NeedleTask]) -> list[Found]:
-        results.layers, found = _look_up(model, sample, [task.attention for task in of_sample])
-        return found
+    def measure_sample(sample: Sample, sample_tasks: list[NeedleTask]) -> list[Found]:
+        results.layers, lookups = _look_up(model, sample, [task.attention for task in sample_tasks])
+        return lookups
 
     measure_samples(samples, tasks, results, path, measure_sample, on_step)
 
 
 def _look_up(model: PreTrainedModel, sample: Sample, attentions: Sequence[str]) -> tuple[list[int], list[Found]]:
-    """The layers, and what each attention finds in them."""
+    """The layers, and the lookups of each attention in them."""
     from muse_attention.huggingface.capture import visit_layers  # here: transformers is not always installed
 
     place = (len(sample.prompt) - 1, sample.questions[0].definition)
@@ -77,7 +77,7 @@ def _look_up(model: PreTrainedModel, sample: Sample, attentions: Sequence[str]) 
         ]
 
     visit_layers(model, torch.from_numpy(sample.prompt)[None], visit)
-    found = [
+    by_attention = [
         Found(
             [rounded(lookup.weight[0], _DIGITS) for lookup in lookups],
             [rounded(lookup.found[0], _DIGITS) for lookup in lookups],
@@ -86,4 +86,4 @@ def _look_up(model: PreTrainedModel, sample: Sample, attentions: Sequence[str]) 
         )
         for lookups in zip(*layers.values(), strict=True)
     ]
-    return list(layers), found
+    return list(layers), by_attention

@@ -1,4 +1,4 @@
-"""What the losses of attentions say: curves against the context, the loss no context removes, and gaps to exact."""
+"""Curves of losses against the context, the loss that no context removes, and gaps to exact attention."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from muse_lab.evaluation.means import Mean
 from muse_lab.records.attention_names import recorded_config
 
 SHORTEST = 64
-"""Tokens of a sample, for there to be a curve to fit."""
+"""Smallest number of tokens to which a curve can be fitted."""
 _FIRST_POSITION = 32
-"""Of a curve: earlier ones are ruled by how a text begins."""
+"""The first position of a curve: earlier ones depend on how a text begins."""
 _POINTS = 200
-"""Of a curve, at most; evenly spaced on a log axis."""
+"""Largest number of points of a curve, evenly spaced on a log axis."""
 
 
 class Bin(NamedTuple):
@@ -46,7 +46,7 @@ def binned(results: LossResults, attention: str) -> list[Bin]:
 
 
 def bins_of(by_position: Tensor) -> list[Bin]:
-    """The same of losses by position. Where the last position is a power of two, it is in the bin before."""
+    """`binned`, for any losses by position. If the last position is a power of two, it is in the bin before."""
     firsts = [2**power for power in range(max(1, (len(by_position) - 1).bit_length()))]
     lasts = [*(first - 1 for first in firsts[1:]), len(by_position)]
     return [
@@ -55,7 +55,7 @@ def bins_of(by_position: Tensor) -> list[Bin]:
 
 
 def fit_exact(results: LossResults) -> Decay:
-    """How exact attention's cumulative mean falls from position 32 on. Its irreducible loss is that of all curves."""
+    """A fit to exact attention's cumulative mean from position 32 on. Its irreducible loss is used for all curves."""
     curve = cumulative_mean(results, "exact")
     return Decay.fit([(position, float(curve[position - 1])) for position in _spaced(len(curve))])
 
@@ -67,9 +67,9 @@ def reducible_curve(results: LossResults, attention: str, irreducible: float) ->
 
 
 def ratios_per_doubling(results: LossResults) -> list[float | None]:
-    """By how much the gap shrinks from an attention to the one with twice its query, key and retrieved clusters.
+    """Factors by which the gap shrinks from an attention to the one with twice its query, key and retrieved clusters.
 
-    Of every such pair, by clusters; None unless both gaps are positive.
+    One ratio for every such pair, by clusters; None unless both gaps are positive.
     """
     configs = {config: name for name in results.whole if (config := recorded_config(name)) is not None}
     ratios = []

@@ -1,8 +1,8 @@
-"""How the loss before a position changes when the text after it is another one.
+"""How the loss before a position changes when the text after it is replaced.
 
-An attention that is causal in every respect changes by nothing. The paper's method clusters the whole sequence: its
-error changes, and so does the loss. Where the loss rises by more than the error explains, the model has used what the
-attention let it see of the future.
+Under a strictly causal attention it does not change. The paper's method clusters the whole sequence: its error changes,
+and so does the loss. Where the loss rises by more than the error explains, the model has used what the attention let it
+see of the future.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class Change(NamedTuple):
-    """What another ending changes, averaged over samples."""
+    """The effect of another ending, averaged over samples."""
 
     positions: tuple[int, int]
     """the first and the last"""
@@ -44,7 +44,7 @@ class Change(NamedTuple):
 
 
 def ending_position(share: float, length: int, samples: int) -> int:
-    """The position after which the text is replaced; a ValueError if that cannot be."""
+    """The position after which the text is replaced. Raises ValueError if there is none."""
     if not 2 <= share * length <= length - 1:
         raise ValueError(f"--other-ending {share:g} leaves no text before or after it; choose a share such as 0.5")
     if samples < 2:
@@ -70,12 +70,12 @@ def measure_endings(
         on_step(f"{attention}, another ending of sample {sample + 1} of {len(tokens)}", finished)
         own = tokens[sample]
         other = torch.cat([own[:position], tokens[(sample + 1) % len(tokens), position:]])
-        found = [
-            measured(model, ids, attention) for measured in (position_losses, query_errors) for ids in (own, other)
+        measures = [
+            function(model, ids, attention) for function in (position_losses, query_errors) for ids in (own, other)
         ]
-        if not all(by_position[: position - 1].isfinite().all() for by_position in found):
+        if not all(by_position[: position - 1].isfinite().all() for by_position in measures):
             raise ValueError(f"the loss or error under {attention} is not finite in {model.dtype}; use another dtype")
-        means = [[part.loss for part in bins_of(by_position[: position - 1])] for by_position in found]
+        means = [[part.loss for part in bins_of(by_position[: position - 1])] for by_position in measures]
         results.losses[attention].endings.setdefault(position, []).append(Ending(*means))
         results.write(path)
 
@@ -83,8 +83,8 @@ def measure_endings(
 def query_errors(model: PreTrainedModel, ids: Tensor, attention: str) -> Tensor:
     """(length) relative squared errors of an attention's outputs, averaged over layers and heads.
 
-    Of each layer on its inputs under exact attention, which no later token changes. Layers with a sliding window do not
-    count.
+    Each layer is measured on its inputs under exact attention, which no later token changes. Layers with a sliding
+    window are left out.
     """
     from muse_attention.huggingface.capture import visit_layers
 
@@ -101,16 +101,16 @@ def query_errors(model: PreTrainedModel, ids: Tensor, attention: str) -> Tensor:
 
 def replaced(results: LossResults) -> dict[int, list[str]]:
     """The positions after which the text was replaced, with the attentions under which it was in every sample."""
-    found: dict[int, list[str]] = {}
+    attentions: dict[int, list[str]] = {}
     for name in results.whole:
         for position, endings in results.losses[name].endings.items():
             if len(endings) == results.settings.samples:
-                found.setdefault(position, []).append(name)
-    return {position: names for position, names in sorted(found.items()) if EXACT in names}
+                attentions.setdefault(position, []).append(name)
+    return {position: names for position, names in sorted(attentions.items()) if EXACT in names}
 
 
 def changes(results: LossResults, attention: str, position: int) -> list[Change]:
-    """Of all positions before, and then between powers of two."""
+    """The change over all positions before, and then between powers of two."""
     bins = bins_of(torch.zeros(position - 1))
     sizes = torch.tensor([part.last - part.first + 1 for part in bins], dtype=torch.float64)
 

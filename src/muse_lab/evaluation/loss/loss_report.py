@@ -14,7 +14,7 @@ from muse_lab.evaluation.loss.curves import (
 from muse_lab.evaluation.loss.endings import changes, replaced
 from muse_lab.evaluation.loss.positions import LossResults
 from muse_lab.evaluation.means import Mean
-from muse_lab.records.attention_names import EXACT, in_words, short_names
+from muse_lab.records.attention_names import EXACT, in_words, recorded_config, short_names
 from muse_lab.report.markup import csv_text
 from muse_lab.report.plots import BLACK, SIZES, Axis, Line, line_figure
 from muse_lab.report.provenance import count, names_table, provenance_of
@@ -42,9 +42,9 @@ _BINS = Note("Not cumulative: the loss of exact attention between two positions,
 
 _ENDINGS = Note(
     "Each sample was read a second time with the text after a position replaced by that of the next sample. Losses are "
-    "of the tokens before that position, which are the same in both. A rise that the error explains is no use of the "
-    "future: clusters of another text may be worse. What is left is an estimate, in nats, of what the model gains from "
-    "the future. A model trained with exact attention has not learned to use it: its estimate says what is noise."
+    "of the tokens before that position, which are the same in both. A rise that the error explains does not come from "
+    "the future: clusters of another text may be worse. The rest is an estimate, in nats, of what the model gains from "
+    "the future. A model trained with exact attention has not learned to use it: its estimate shows the noise."
 )
 _RISE = "Loss with another ending less loss, ± the standard error over samples. 0 without decimals is exactly 0."
 _UNEXPLAINED = (
@@ -95,8 +95,14 @@ def loss_report(results: LossResults, file_name: str) -> Report:
     )
 
 
+def has_leak(attention: str) -> bool:
+    """Whether a later token can change an earlier output: MuSe without a tolerance."""
+    config = recorded_config(attention)
+    return config is not None and config.tolerance is None
+
+
 def summary_table(results: LossResults) -> Table:
-    """Of every attention: mean loss, gap to exact, and gap from the last power of two on."""
+    """A row for every attention: mean loss, gap to exact, and gap from the last power of two on."""
     last, names = binned(results, EXACT)[-1], short_names(results.whole)
     late = number(f"gap from position {format_size(last.first)} on", _LATE_GAP)
     return Table.of(
@@ -120,16 +126,16 @@ def bins_table(results: LossResults) -> Table:
 
 
 def endings_in_words(results: LossResults) -> list[str]:
-    """Of every position after which the text was replaced: where the loss before it changes most, and where not."""
+    """A sentence for every position after which the text was replaced, on how the loss before it changes."""
     names, sentences = short_names(results.whole), []
     for position, attentions in replaced(results).items():
-        whole = {name: changes(results, name, position)[0] for name in attentions}
-        most = max(whole, key=lambda name: abs(whole[name].rise.mean))
-        still = [names[name] for name, change in whole.items() if change.loss == change.other_loss]
-        parts = [f"is the same under {', '.join(still)}"] if still else []
-        change, rest = whole[most], ""
+        overall = {name: changes(results, name, position)[0] for name in attentions}
+        most_changed = max(overall, key=lambda name: abs(overall[name].rise.mean))
+        unchanged = [names[name] for name, change in overall.items() if change.loss == change.other_loss]
+        parts = [f"is the same under {', '.join(unchanged)}"] if unchanged else []
+        change, rest = overall[most_changed], ""
         if change.rise.mean:
-            parts.append(f"changes by {_exactly(change.rise)} nats under {names[most]}")
+            parts.append(f"changes by {_exactly(change.rise)} nats under {names[most_changed]}")
             rest = (
                 f" The error of that attention goes from {change.error:.4f} to {change.other_error:.4f}, which leaves "
                 f"{_exactly(change.unexplained)} nats unexplained."
@@ -141,7 +147,7 @@ def endings_in_words(results: LossResults) -> list[str]:
 
 
 def endings_table(results: LossResults, position: int, attentions: list[str]) -> Table:
-    """Of each attention, first as a whole, and then by position."""
+    """Rows for each attention, first over all positions, and then by position."""
     names = short_names(attentions)
     rows = [
         (

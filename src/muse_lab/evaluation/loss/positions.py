@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _POSITIONS_AT_ONCE = 512
-"""Whose logits are in memory at the same time."""
+"""Positions whose logits are in memory at the same time."""
 _TOKENS_CHECKED = 16
 
 
@@ -47,17 +47,17 @@ class Ending:
 
 @dataclass
 class Losses:
-    """Of one attention, in nats, over the samples so far."""
+    """The losses of one attention, in nats, over the samples so far."""
 
     means: list[float] = field(default_factory=list)
-    """of each sample, over positions"""
+    """of each sample, the mean over positions"""
     sums: list[float] = field(default_factory=list)
-    """of the token that follows each position, summed over samples"""
+    """losses of the token that follows each position, summed over samples"""
     endings: dict[int, list[Ending]] = field(default_factory=dict, metadata=entries("position", value="samples"))
     """of each sample, by the position after which the text was replaced"""
 
     def add(self, losses: Tensor) -> None:
-        """Another sample, (length - 1), float64."""
+        """Add the losses of a sample, (length - 1), float64."""
         self.sums = (
             losses.tolist() if not self.sums else (torch.tensor(self.sums, dtype=torch.float64) + losses).tolist()
         )
@@ -99,9 +99,9 @@ class LossResults(StoredResults):
         return [name for name, losses in self.losses.items() if len(losses.means) == self.settings.samples]
 
     def missing(self, attentions: Sequence[str], position: int | None = None) -> list[tuple[int, str]]:
-        """What is still to do: all attentions on one sample before the next, for any part to be a fair comparison.
+        """(sample, attention) still to measure: all attentions on one sample before the next, so that any part is fair.
 
-        With a position, what is missing of `Losses.endings` there.
+        With a position, those missing in `Losses.endings` there.
         """
         done = {
             name: len(losses.means if position is None else losses.endings.get(position, []))
@@ -112,7 +112,7 @@ class LossResults(StoredResults):
 
 
 def figure_attentions(length: int) -> tuple[str, ...]:
-    """Those of the paper's Llama figure, around `MuSeConfig.paper_sizes`.
+    """The attentions of the paper's Llama figure, around `MuSeConfig.paper_sizes`.
 
     Exact attention; MuSe with half, all, twice and four times the clusters, a sixteenth of them opened; one query
     cluster, tilted; and no tilt.
@@ -176,13 +176,13 @@ def token_losses(model: PreTrainedModel, ids: Tensor, targets: Tensor, attention
 
 
 def check_model(model: PreTrainedModel, tokens: Tensor) -> None:
-    """A ValueError if a model's logits are more than its last layer's output."""
-    few = tokens[:1, :_TOKENS_CHECKED].to(model.device)
+    """Raise ValueError if a model's logits are more than its output embeddings give."""
+    ids = tokens[:1, :_TOKENS_CHECKED].to(model.device)
     with torch.no_grad():
-        expected = model(few, use_cache=False).logits
-        found = None if model.get_output_embeddings() is None else _logits(model, _hidden_states(model, few))
+        expected = model(ids, use_cache=False).logits
+        own_logits = None if model.get_output_embeddings() is None else _logits(model, _hidden_states(model, ids))
     tolerance = 4 * torch.finfo(expected.dtype).eps * expected.abs().max()
-    if found is None or found.shape != expected.shape or (found - expected).abs().max() > tolerance:
+    if own_logits is None or own_logits.shape != expected.shape or (own_logits - expected).abs().max() > tolerance:
         raise ValueError(
             f"{type(model).__name__} does more to its logits than its output embeddings do (a softcap, a scale); "
             "its loss cannot be measured in parts: use another model"

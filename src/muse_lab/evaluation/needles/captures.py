@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 KIND = "single"
 _HAYSTACK = 4
-"""Times the tokens of a sample are read of the texts, at most."""
+"""Texts are read up to this many times the tokens of a sample."""
 
 
 def read_needle_samples(
@@ -32,17 +32,17 @@ def read_needle_samples(
     source = f"needles in {describe_texts(texts)}"
     haystack = TextHaystack.encode(backend, read_texts(texts), enough=_HAYSTACK * length, source=source)
     writer = NeedleSamples(backend, haystack, begin=tokenizer("").input_ids)
-    made = [writer.make(KIND, length, index % BUCKETS, index // BUCKETS) for index in range(number)]
+    samples = [writer.make(KIND, length, index % BUCKETS, index // BUCKETS) for index in range(number)]
     lookups = tuple(
         LookupAt(index, question.answer.start - 1, tuple(question.definition))
-        for index, sample in enumerate(made)
+        for index, sample in enumerate(samples)
         for question in sample.questions
     )
-    return Samples(torch.stack([torch.from_numpy(sample.tokens) for sample in made]), source), lookups
+    return Samples(torch.stack([torch.from_numpy(sample.tokens) for sample in samples]), source), lookups
 
 
 def fast_tokenizer(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
-    """What is behind a tokenizer of transformers; a ValueError if it does not say where in a text its tokens are."""
+    """The fast tokenizer behind one of transformers; raises ValueError if it does not know where its tokens are."""
     backend: Tokenizer | None = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise ValueError(f"{type(tokenizer).__name__} does not say where its tokens are; use a fast tokenizer")

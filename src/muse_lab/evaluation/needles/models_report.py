@@ -42,7 +42,7 @@ def have_same_questions(results: NeedleResults, other: NeedleResults) -> bool:
 
 
 def reference_first(models: Models) -> dict[str, NeedleResults]:
-    """What the others are compared with first: the model named exact, or the first by name."""
+    """The models, first the one that others are compared with: the one named exact, or the first by name."""
     return dict(sorted(models.items(), key=lambda named: (named[0] != EXACT, named[0])))
 
 
@@ -82,7 +82,7 @@ def needle_comparison(models: Models) -> Report:
 
 
 def summary_tables(models: Models, name: str) -> Iterator[Table]:
-    """One for each attention that reads the prompt; exact attention, which is deployed, first."""
+    """A table for each attention that reads the prompt; exact attention, which is deployed, comes first."""
     (first, *others), measure = models, panels.MEASURES[name]
     columns = [text("kind, length"), *map(number, models)]
     columns += [number(f"{other} less {first}") for other in others]
@@ -90,39 +90,39 @@ def summary_tables(models: Models, name: str) -> Iterator[Table]:
     for attention in dict.fromkeys(_named(models)):
         asked = {model: Asked(results, attention) for model, results in models.items()}
         rows = []
-        for of_length in panels.panels_of(asked):
-            for kind, together in of_length.by_kind.items():
+        for panel in panels.panels_of(asked):
+            for kind, together in panel.by_kind.items():
                 shares = (panels.with_number(share(one.answers(together), measure)) for one in asked.values())
-                found_by = (difference(asked[one], asked[first], together, measure) for one in others)
-                rows.append((panels.title_of(of_length.length, kind), *shares, *map(format_difference, found_by)))
+                gaps = (difference(asked[one], asked[first], together, measure) for one in others)
+                rows.append((panels.title_of(panel.length, kind), *shares, *map(format_difference, gaps)))
         yield Table(columns, rows, f"the prompt read by {short[attention]}")
 
 
 def tables_by_depth(models: Models, name: str) -> Iterator[Table]:
-    """One for each length and attention that reads the prompt, all kinds together, as one alone has few at a depth."""
+    """A table for each length and attention that reads the prompt, all kinds together: one kind has few at a depth."""
     measure = panels.MEASURES[name]
-    for title, there, together in _kinds_together(models):
-        (first, *others) = there
-        shares = {model: by_depth(one.answers(together), measure) for model, one in there.items()}
+    for title, asked, together in _kinds_together(models):
+        (first, *others) = asked
+        shares = {model: by_depth(one.answers(together), measure) for model, one in asked.items()}
         rows = [
             (
                 f"{depth_of(bucket):.2f}",
-                *(panels.with_number(shares[model][bucket]) for model in there),
+                *(panels.with_number(shares[model][bucket]) for model in asked),
                 *(
-                    format_difference(difference(there[other], there[first], together, measure, bucket=bucket))
+                    format_difference(difference(asked[other], asked[first], together, measure, bucket=bucket))
                     for other in others
                 ),
             )
             for bucket in range(BUCKETS)
         ]
-        columns = [number("depth"), *map(number, there)]
+        columns = [number("depth"), *map(number, asked)]
         yield Table([*columns, *(number(f"{other} less {first}") for other in others)], rows, title)
 
 
 def depth_curves(models: Models) -> Iterator[Figure]:
     """Exact match against depth, a line for each model; a picture for each length and attention that reads prompts."""
-    for place, (title, there, together) in enumerate(_kinds_together(models), start=1):
-        curves = {model: _by_depth(one.answers(together)) for model, one in there.items()}
+    for place, (title, asked, together) in enumerate(_kinds_together(models), start=1):
+        curves = {model: _by_depth(one.answers(together)) for model, one in asked.items()}
         yield panels.depth_figure(place, title, curves)
 
 
@@ -131,13 +131,13 @@ def as_csv(models: Models) -> str:
     rows = []
     for length, kind, attention in _cells(models):
         for name, results in models.items():
-            found = Asked(results, attention).answers([(length, kind)])
+            answers = Asked(results, attention).answers([(length, kind)])
             for measured, measure in panels.MEASURES.items():
-                for bucket, of_depth in enumerate(by_depth(found, measure)):
-                    if of_depth is not None:
-                        numbers = (of_depth.standard_error, *of_depth.interval)
+                for bucket, depth_share in enumerate(by_depth(answers, measure)):
+                    if depth_share is not None:
+                        numbers = (depth_share.standard_error, *depth_share.interval)
                         about = [name, attention, length, kind, f"{depth_of(bucket):.2f}", measured]
-                        rows.append([*about, f"{of_depth.value:.5g}", *(f"{number:.3g}" for number in numbers)])
+                        rows.append([*about, f"{depth_share.value:.5g}", *(f"{number:.3g}" for number in numbers)])
     header = ["model", "attention", "length", "kind", "depth", "measure", "share", "standard_error", "low", "high"]
     return csv_text(header, rows)
 
@@ -147,14 +147,14 @@ def _kinds_together(models: Models) -> Iterator[tuple[str, Mapping[str, Asked], 
     short = short_names(_named(models))
     for attention in dict.fromkeys(_named(models)):
         asked = {model: Asked(results, attention) for model, results in models.items()}
-        for of_length in panels.panels_of(asked):
-            title, together = of_length.together
-            yield f"{title}, the prompt read by {short[attention]}", of_length.columns, together
+        for panel in panels.panels_of(asked):
+            title, together = panel.together
+            yield f"{title}, the prompt read by {short[attention]}", panel.columns, together
 
 
 def _by_depth(answers: Sequence[Answer]) -> Curve:
     shares = enumerate(by_depth(answers, panels.MEASURES[panels.EXACT_MATCH]))
-    return [(depth_of(bucket), of_depth.value) for bucket, of_depth in shares if of_depth is not None]
+    return [(depth_of(bucket), depth_share.value) for bucket, depth_share in shares if depth_share is not None]
 
 
 def _named(models: Models) -> list[str]:
@@ -164,8 +164,8 @@ def _named(models: Models) -> list[str]:
 def _cells(models: Models) -> list[tuple[int, str, str]]:
     """Every length, kind and attention that some model has; exact attention first."""
     tasks = [task for results in models.values() for task in results.measured]
-    found = in_order({(task.length, task.kind, task.attention) for task in tasks})
-    return sorted(found, key=lambda cell: (cell[2] != EXACT, cell[2]))
+    cells = in_order({(task.length, task.kind, task.attention) for task in tasks})
+    return sorted(cells, key=lambda cell: (cell[2] != EXACT, cell[2]))
 
 
 def _uids(results: NeedleResults) -> dict[tuple[int, str, int, int], list[str]]:

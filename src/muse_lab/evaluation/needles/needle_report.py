@@ -35,7 +35,7 @@ PREFILL = Note(
 )
 _PLACES = Note(
     "Tokens are those of the uid, each given the right ones before it, and right if no other is more probable. Greedy "
-    "generation breaks a tie its own way."
+    "generation may break a tie in another way."
 )
 _AGAINST = "Difference in percentage points on the same samples, ± its standard error over samples."
 _SUMMARY = (
@@ -45,7 +45,7 @@ _SUMMARY = (
         for name in panels.MEASURES
         for column in (number(name, panels.DEFINITIONS[name]), number(f"{name}: against exact", _AGAINST))
     ),
-    number("log-probability", "Of the uid, in nats, the mean over questions."),
+    number("log-probability", "Log-probability of the uid in nats, the mean over questions."),
     number("tokens right", "Share of the uid's tokens that are the most probable, each given those before it."),
     number("rank", "Mean number of tokens that are more probable than that of the uid."),
     number("failed", "Samples that ended in an error. They count in no share."),
@@ -106,23 +106,23 @@ def columns_of(results: NeedleResults) -> dict[str, Asked]:
 
 
 def summary_table(results: NeedleResults) -> Table:
-    """Of every length, kind and attention."""
+    """A row for every length, kind and attention."""
     failed = [(task.length, task.kind, task.attention) for task, _ in failures(results)]
     names, exact = short_names(results.named), Asked(results, EXACT)
     rows = []
     for cell in in_order(dict.fromkeys((task.length, task.kind, task.attention) for task in results.measured)):
         length, kind, attention = cell
         asked = Asked(results, attention)
-        found = asked.answers([(length, kind)])
+        answers = asked.answers([(length, kind)])
         shares = []
         for measure in panels.MEASURES.values():
             gap = None if attention == EXACT else difference(asked, exact, [(length, kind)], measure)
-            shares += [shown(share(found, measure)), format_difference(gap)]
-        ranks = [rank for answer in found for rank in answer.ranks]
+            shares += [shown(share(answers, measure)), format_difference(gap)]
+        ranks = [rank for answer in answers for rank in answer.ranks]
         rows.append(
             (
-                *(names[attention], format_size(length), kind, str(len(found)), *shares),
-                f"{statistics.fmean(answer.log_probability for answer in found):.2f}" if found else "",
+                *(names[attention], format_size(length), kind, str(len(answers)), *shares),
+                f"{statistics.fmean(answer.log_probability for answer in answers):.2f}" if answers else "",
                 f"{ranks.count(0) / len(ranks):.1%}" if ranks else "",
                 f"{statistics.fmean(ranks):.1f}" if ranks else "",
                 str(failed.count(cell) or ""),
@@ -132,11 +132,11 @@ def summary_table(results: NeedleResults) -> Table:
 
 
 def places_table(results: NeedleResults) -> Table:
-    """Where in the answers errors are: the attention itself predicts the first token of the first uid alone."""
+    """Which part of answers has errors: the attention itself predicts only the first token of the first uid."""
     rows = []
-    for of_length in panels.panels_of(columns_of(results)):
-        for kind, together in of_length.by_kind.items():
-            for name, asked in of_length.columns.items():
+    for panel in panels.panels_of(columns_of(results)):
+        for kind, together in panel.by_kind.items():
+            for name, asked in panel.columns.items():
                 samples = [outcome.answers for outcome in asked.samples(together).values()]
                 firsts = [first for first, *_ in samples]
                 shares = (
@@ -145,7 +145,7 @@ def places_table(results: NeedleResults) -> Table:
                     share(firsts, lambda answer: not any(answer.ranks[1:])),
                     share([answer for _, *others in samples for answer in others], is_exact),
                 )
-                rows.append((name, panels.title_of(of_length.length, kind), *map(panels.with_number, shares)))
+                rows.append((name, panels.title_of(panel.length, kind), *map(panels.with_number, shares)))
     shares_of = ("first question", "its first token", "its other tokens", "later questions")
     return Table((text("attention"), text("length, kind"), *map(number, shares_of)), rows)
 
@@ -189,4 +189,4 @@ def _exact_in_one_block(results: NeedleResults) -> list[str]:
         size = block_size_of(attention)
         if size is not None and size >= length:
             lengths.setdefault(attention, []).append(length)
-    return [f"{attention} at {', '.join(map(format_size, found))}" for attention, found in lengths.items()]
+    return [f"{attention} at {', '.join(map(format_size, exact_at))}" for attention, exact_at in lengths.items()]

@@ -36,7 +36,7 @@ ALL_KINDS = "all kinds"
 
 
 Columns = Mapping[str, Asked]
-"""By what they are called."""
+"""By their labels."""
 
 
 def groups_of(columns: Columns) -> list[Group]:
@@ -45,28 +45,28 @@ def groups_of(columns: Columns) -> list[Group]:
 
 
 class Panels(NamedTuple):
-    """What columns were asked at one length."""
+    """The columns at one length, and what they were asked."""
 
     length: int
     columns: Columns
     """those that answered something"""
     by_kind: dict[str, list[Group]]
-    """all kinds together first, which are those that all columns were asked, if there are several"""
+    """first, if several kinds were asked of every column, these together"""
 
     @property
     def together(self) -> tuple[str, list[Group]]:
         """All kinds, or the only one: the title, and what is in it."""
-        kind, found = next(iter(self.by_kind.items()))
-        return title_of(self.length, kind), found
+        kind, asked = next(iter(self.by_kind.items()))
+        return title_of(self.length, kind), asked
 
 
 def panels_of(columns: Columns) -> Iterator[Panels]:
-    for length, of_length in itertools.groupby(groups_of(columns), key=lambda group: group[0]):
-        found = list(of_length)
-        there = {name: asked for name, asked in columns.items() if asked.answers(found)}
-        shared = _shared(there, found)
+    for length, grouped in itertools.groupby(groups_of(columns), key=lambda group: group[0]):
+        at_length = list(grouped)
+        answered = {name: asked for name, asked in columns.items() if asked.answers(at_length)}
+        shared = _shared(answered, at_length)
         together = {ALL_KINDS: shared} if len(shared) > 1 else {}
-        yield Panels(length, there, together | {kind: [(length, kind)] for _, kind in found})
+        yield Panels(length, answered, together | {kind: [(length, kind)] for _, kind in at_length})
 
 
 def depth_tables(columns: Columns, measure: str) -> Iterator[Table]:
@@ -75,18 +75,18 @@ def depth_tables(columns: Columns, measure: str) -> Iterator[Table]:
     shared = _shared(columns, groups_of(columns))
     if len(panels) > 1 and len(shared) > 1:
         yield _table(columns, shared, measure, "all lengths and kinds")
-    for of_length in panels:
-        for kind, found in of_length.by_kind.items():
-            yield _table(of_length.columns, found, measure, title_of(of_length.length, kind))
+    for panel in panels:
+        for kind, together in panel.by_kind.items():
+            yield _table(panel.columns, together, measure, title_of(panel.length, kind))
 
 
-def _shared(columns: Columns, found: list[Group]) -> list[Group]:
-    """What every column was asked."""
-    return [group for group in found if all(asked.answers([group]) for asked in columns.values())]
+def _shared(columns: Columns, candidates: list[Group]) -> list[Group]:
+    """The groups that every column was asked."""
+    return [group for group in candidates if all(asked.answers([group]) for asked in columns.values())]
 
 
-def _table(columns: Columns, found: list[Group], measure: str, title: str) -> Table:
-    shares = [by_depth(asked.answers(found), MEASURES[measure]) for asked in columns.values()]
+def _table(columns: Columns, together: list[Group], measure: str, title: str) -> Table:
+    shares = [by_depth(asked.answers(together), MEASURES[measure]) for asked in columns.values()]
     rows = [
         (f"{depth_of(bucket):.2f}", *(with_number(column[bucket]) for column in shares)) for bucket in range(BUCKETS)
     ]
@@ -106,11 +106,11 @@ def heat_maps(columns: Columns, measure: str) -> list[Figure]:
     figures = []
     answered = {name: asked for name, asked in columns.items() if groups_of({name: asked})}
     for place, (name, asked) in enumerate(answered.items(), start=1):
-        found = groups_of({name: asked})
+        own_groups = groups_of({name: asked})
         if len(lengths) > 1:
-            across = {format_size(length): [group for group in found if group[0] == length] for length in lengths}
+            across = {format_size(length): [group for group in own_groups if group[0] == length] for length in lengths}
         else:
-            across = {kind: [(length, kind)] for length, kind in found}
+            across = {kind: [(length, kind)] for length, kind in own_groups}
         shares = [by_depth(asked.answers(together), MEASURES[measure]) for together in across.values()]
         title, against = f"{measure.capitalize()}: {name}", "length" if len(lengths) > 1 else "kind"
         values = [[None if one is None else one.value for one in of_depth] for of_depth in zip(*shares, strict=True)]
@@ -129,7 +129,7 @@ def heat_maps(columns: Columns, measure: str) -> list[Figure]:
 
 
 def _found(columns: Columns) -> dict[str, Share]:
-    """Needles that each finds, of all it was asked."""
+    """The share of needles that each column finds, of all it was asked."""
     shares = {name: share(asked.answers(groups_of(columns)), is_exact) for name, asked in columns.items()}
     return {name: found for name, found in shares.items() if found is not None}
 
@@ -139,7 +139,7 @@ def found_in_words(columns: Columns) -> str:
 
 
 def failed_in_words(models: Mapping[str, NeedleResults]) -> Iterator[str]:
-    """Of each model of which samples failed, by what it is called."""
+    """A line for each model of which samples failed, by its label."""
     for name, results in models.items():
         if failed := failures(results):
             yield f"Failed of {name}: {len(failed)} of {len(results.measured)} samples, which count in no share"
@@ -152,12 +152,12 @@ def cards(columns: Columns) -> list[Card]:
     ][:6]
 
 
-def _interval(found: Share) -> str:
-    return " to ".join(f"{100 * bound:.1f}" for bound in found.interval)
+def _interval(fraction: Share) -> str:
+    return " to ".join(f"{100 * bound:.1f}" for bound in fraction.interval)
 
 
-def with_number(found: Share | None) -> str:
-    return "" if found is None else f"{found} of {found.number}"
+def with_number(fraction: Share | None) -> str:
+    return "" if fraction is None else f"{fraction} of {fraction.number}"
 
 
 def title_of(length: int, kind: str) -> str:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class NeedleSettings:
-    """What all numbers of a file have in common."""
+    """Settings that all numbers of a file share."""
 
     model: str
     """its name, and its shape in words"""
@@ -41,7 +41,7 @@ class NeedleSettings:
 
     @property
     def shape(self) -> str:
-        """Of the model, in words: without its name."""
+        """The model's shape in words, without its name."""
         return self.model.rpartition(" (")[2]
 
     @property
@@ -78,7 +78,7 @@ by_task = functools.partial(entries, "number", "length", "kind", "bucket", "atte
 
 @dataclass
 class MeasuredSamples(StoredResults):
-    """What is measured on needle samples, once under each attention. A subclass says what that is."""
+    """Measurements of needle samples, one under each attention. A subclass says what is measured."""
 
     settings: NeedleSettings
     measured: dict[NeedleTask, Any] = field(default_factory=dict)
@@ -92,7 +92,7 @@ class MeasuredSamples(StoredResults):
         return sorted({task.length for task in self.measured})
 
     def attentions(self, length: int) -> list[str]:
-        """In the order they were measured in."""
+        """The attentions at a length, in the order they were measured."""
         return list(dict.fromkeys(task.attention for task in self.measured if task.length == length))
 
     def check(self) -> None:
@@ -100,7 +100,7 @@ class MeasuredSamples(StoredResults):
             check_kind(task.kind)
 
     def missing(self, tasks: Iterable[NeedleTask]) -> list[NeedleTask]:
-        """What is still to do."""
+        """Tasks still to do."""
         return [task for task in tasks if task not in self.measured]
 
 
@@ -116,7 +116,7 @@ class NeedleResults(MeasuredSamples):
                 raise ValueError("the answers are not those of the kind")
 
     def missing(self, tasks: Iterable[NeedleTask]) -> list[NeedleTask]:
-        """What is still to do, what failed included."""
+        """Tasks still to do, failed ones included."""
         return [task for task in tasks if task not in self.measured or self.measured[task].error]
 
 
@@ -148,7 +148,7 @@ def measure_samples(
     """Fill `results` with what is missing of `tasks`, one sample after another. The file is written on the way.
 
     Args:
-        measure_sample: gives what it finds for each of the tasks of a sample, in their order
+        measure_sample: returns a result for each task of a sample, in their order
     """
     finished = 0
     with results.saving(path) as save:
@@ -156,12 +156,12 @@ def measure_samples(
             results.missing(tasks), key=lambda task: task[:4]
         ):
             on_step(f"{kind} of {length} tokens", finished)
-            of_sample = list(group)
-            found = measure_sample(samples.make(kind, length, bucket, number), of_sample)
-            for task, result in zip(of_sample, found, strict=True):
+            sample_tasks = list(group)
+            measured = measure_sample(samples.make(kind, length, bucket, number), sample_tasks)
+            for task, result in zip(sample_tasks, measured, strict=True):
                 results.measured[task] = result
                 save()
-            finished += len(of_sample)
+            finished += len(sample_tasks)
 
 
 def measure(
@@ -187,8 +187,8 @@ def _attempt(
     try:
         sample = samples.make(task.kind, task.length, task.bucket, task.number)
         return Outcome(answer(model, tokenizer, sample, task.attention))
-    except Exception as error:  # one sample of many: whatever it is, the others go on
+    except Exception as error:  # one sample of many: the others go on whatever it is
         message = f"{type(error).__name__}: {' '.join(str(error).split())}"
     if model.device.type == "cuda":
-        torch.cuda.empty_cache()  # too little memory may be what it was
+        torch.cuda.empty_cache()  # it may have run out of memory
     return Outcome(error=message)

@@ -26,7 +26,7 @@ _CACHED_AT_ONCE = 2**17
 
 @dataclass(frozen=True)
 class Answer:
-    """To one question."""
+    """The answer to one question."""
 
     bucket: int
     """of the definition"""
@@ -35,7 +35,7 @@ class Answer:
     generated: str
     """greedily, as many tokens as the uid has"""
     is_exact: bool
-    """whether the digits that this begins with are the uid, in whatever tokens"""
+    """whether the leading digits of `generated` are the uid, in whatever tokens"""
     is_preferred: bool
     """whether the uid is more probable than every other candidate"""
     log_probability: float
@@ -49,7 +49,7 @@ class Answer:
 def answer(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sample: Sample, attention: str
 ) -> tuple[Answer, ...]:
-    """Answer all questions of a sample; a ValueError if a probability is not a number."""
+    """Answer all questions of a sample. Raises ValueError if a probability is not a number."""
     from transformers import DynamicCache
 
     from muse_attention.huggingface import use_attention
@@ -78,10 +78,10 @@ def _answer(
     candidates = torch.from_numpy(question.candidates).to(model.device)
     at_once = max(1, _CACHED_AT_ONCE // cache.get_seq_length())
     parts = [_log_probabilities(model, part, last, cache) for part in candidates.split(at_once)]
-    of_tokens = torch.cat(
+    token_scores = torch.cat(
         [part.gather(2, ids[..., None]) for part, ids in zip(parts, candidates.split(at_once), strict=True)]
     )
-    totals = of_tokens.sum((1, 2))
+    totals = token_scores.sum((1, 2))
     if not torch.isfinite(totals).all():
         raise ValueError(f"a probability is not a finite number in {model.dtype}; use another dtype")
     right, uid = parts[0][0], candidates[0]
@@ -105,7 +105,7 @@ def _leading_digits(text: str) -> str:
 
 
 def _log_probabilities(model: PreTrainedModel, candidates: Tensor, last: Tensor, cache: DynamicCache) -> Tensor:
-    """(candidates, tokens of a uid, vocabulary): of every token there could be at each place of each candidate."""
+    """(candidates, tokens of a uid, vocabulary): of every possible token at each place of each candidate."""
     logits = last.expand(len(candidates), 1, -1)
     if candidates.shape[1] > 1:
         further = _read(model, candidates[:, :-1], _copies(cache, len(candidates)), keep=0)
@@ -114,23 +114,23 @@ def _log_probabilities(model: PreTrainedModel, candidates: Tensor, last: Tensor,
 
 
 def _generate(model: PreTrainedModel, right: Tensor, uid: Tensor, cache: DynamicCache) -> list[int]:
-    """As many tokens as the uid has, each the most probable one.
+    """Generate as many tokens as the uid has, each the most probable one.
 
-    As long as they are those of the uid, what follows them is known from `right`, (tokens, vocabulary).
+    While they are those of the uid, the next one is known from `right`, (tokens, vocabulary).
     """
     best = right.argmax(-1)
     wrong = (best != uid).nonzero()
     if not len(wrong):
         return best.tolist()
     agree = int(wrong[0])
-    found: list[int] = best[: agree + 1].tolist()
+    tokens: list[int] = best[: agree + 1].tolist()
     own = _copies(cache, 1)
     fed = 0
-    while len(found) < len(uid):
-        logits = _read(model, torch.tensor([found[fed:]], device=uid.device), own)
-        fed = len(found)
-        found.append(int(logits[0, -1].argmax()))
-    return found
+    while len(tokens) < len(uid):
+        logits = _read(model, torch.tensor([tokens[fed:]], device=uid.device), own)
+        fed = len(tokens)
+        tokens.append(int(logits[0, -1].argmax()))
+    return tokens
 
 
 def _read(model: PreTrainedModel, ids: Tensor, cache: DynamicCache, *, keep: int = 1) -> Tensor:

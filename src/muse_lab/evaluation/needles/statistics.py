@@ -1,4 +1,4 @@
-"""What the answers of needle samples say: shares, by depth, and differences of two."""
+"""Statistics of answers to needle samples: shares, shares by depth, and differences of two."""
 
 from __future__ import annotations
 
@@ -26,51 +26,51 @@ class Asked(NamedTuple):
     results: NeedleResults
     attention: str
 
-    def samples(self, found: Iterable[Group]) -> dict[tuple[int, str, int, int], Outcome]:
-        """What was answered, by length, kind, bucket and number of the sample."""
-        wanted = set(found)
+    def samples(self, together: Iterable[Group]) -> dict[tuple[int, str, int, int], Outcome]:
+        """Answered samples, by length, kind, bucket and number of the sample."""
+        wanted = set(together)
         return {
             (task.length, task.kind, task.bucket, task.number): outcome
             for task, outcome in self.results.measured.items()
             if task.attention == self.attention and (task.length, task.kind) in wanted and outcome.answers
         }
 
-    def answers(self, found: Iterable[Group]) -> list[Answer]:
-        return [answer for outcome in self.samples(found).values() for answer in outcome.answers]
+    def answers(self, together: Iterable[Group]) -> list[Answer]:
+        return [answer for outcome in self.samples(together).values() for answer in outcome.answers]
 
 
 def groups(results: NeedleResults) -> list[Group]:
-    """Those there are, in order."""
+    """The groups that were asked, in order."""
     return in_order({(task.length, task.kind) for task in results.measured})
 
 
-def in_order(found: Iterable[Cell]) -> list[Cell]:
-    """Of tuples that begin with a length and a kind: by length, and by kind as they are listed."""
+def in_order(cells: Iterable[Cell]) -> list[Cell]:
+    """Sort tuples that begin with a length and a kind: by length, then by kind in the order of `KINDS`."""
     kinds = list(KINDS)
-    return sorted(found, key=lambda group: (group[0], kinds.index(group[1])))
+    return sorted(cells, key=lambda cell: (cell[0], kinds.index(cell[1])))
 
 
-def share(found: Iterable[Answer], measure: Measure) -> Share | None:
-    """None if there are no answers."""
-    rights = [measure(answer) for answer in found]
+def share(answers: Iterable[Answer], measure: Measure) -> Share | None:
+    """The share of answers that pass; None if there are none."""
+    rights = [measure(answer) for answer in answers]
     return Share(sum(rights), len(rights)) if rights else None
 
 
-def by_depth(found: Sequence[Answer], measure: Measure) -> list[Share | None]:
-    """Of the definitions in each bucket."""
-    return [share((answer for answer in found if answer.bucket == bucket), measure) for bucket in range(BUCKETS)]
+def by_depth(answers: Sequence[Answer], measure: Measure) -> list[Share | None]:
+    """The share for the definitions in each bucket."""
+    return [share((answer for answer in answers if answer.bucket == bucket), measure) for bucket in range(BUCKETS)]
 
 
 def difference(
-    own: Asked, other: Asked, found: Iterable[Group], measure: Measure, *, bucket: int | None = None
+    own: Asked, other: Asked, together: Iterable[Group], measure: Measure, *, bucket: int | None = None
 ) -> Mean | None:
-    """Of the shares of questions, of one depth if a bucket is given, in the samples that both have answered.
+    """Difference of the shares of questions, at one depth if a bucket is given, in samples that both have answered.
 
     The standard error is over samples, as questions of one sample are answered right or wrong together. None if there
     are no such questions.
     """
-    found = list(found)
-    samples, others = own.samples(found), other.samples(found)
+    together = list(together)
+    samples, others = own.samples(together), other.samples(together)
     gains = [
         [
             measure(answer) - measure(others_answer)
@@ -80,7 +80,7 @@ def difference(
         for sample, outcome in samples.items()
         if sample in others
     ]
-    gains = [of_sample for of_sample in gains if of_sample]
+    gains = [sample_gains for sample_gains in gains if sample_gains]
     return Mean.of_ratio([*map(sum, gains)], [*map(len, gains)]) if gains else None
 
 

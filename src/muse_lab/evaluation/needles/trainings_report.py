@@ -25,26 +25,26 @@ from muse_lab.report.markup import csv_text
 from muse_lab.report.tree import Figure, Note, Provenance, Report, Section, Table, number, shown, text
 
 Trainings = Mapping[str, Models]
-"""By the folder, the models by their names. The first model, the same in all, is what others are compared with."""
+"""Models by name, for each folder. Others are compared with the first model, which is the same in all folders."""
 
 Item = TypeVar("Item")
 
 _SURE = 2
-"""Standard errors from which on a difference counts."""
+"""Standard errors above which a difference counts."""
 _ABOUT = (
     "A column for each training, a row for each model. ± of one training is the standard error over samples of the "
     "paired difference; ± of a mean is the standard error over trainings, of one number for each. A model that is "
     "missing in a training has no mean but that of its differences, which are over the others."
 )
 _OF_DEPTHS = (
-    f"Depths of all trainings at which the difference is more than {_SURE} of its standard errors over samples. Where "
-    "there is no difference, at most about one depth in 44 is so by chance, on either side."
+    f"Depths of all trainings at which the difference is more than {_SURE} of its standard errors over samples. "
+    "Without a true difference, chance gives at most about one depth in 44, on either side."
 )
 
 
 @dataclass(frozen=True)
 class _Length:
-    """What all models were asked at one length."""
+    """The groups that all models were asked at one length."""
 
     title: str
     groups: list[Group]
@@ -55,30 +55,34 @@ class _Length:
     @property
     def everywhere(self) -> list[str]:
         """The models that all trainings have: their means are over the same trainings."""
-        return [model for model in self.models if len(self._that_have(model)) == len(self.trainings)]
+        return [model for model in self.models if len(self._trainings_with(model)) == len(self.trainings)]
 
     def found(self, model: str) -> dict[str, Share]:
-        """By training, of those that have the model."""
-        shares = {name: share(asked[model].answers(self.groups), is_exact) for name, asked in self._that_have(model)}
-        return {name: of_training for name, of_training in shares.items() if of_training is not None}
+        """The share of needles that a model finds, by training."""
+        shares = {
+            name: share(asked[model].answers(self.groups), is_exact) for name, asked in self._trainings_with(model)
+        }
+        return {name: found for name, found in shares.items() if found is not None}
 
     def differences(self, model: str, bucket: int | None = None) -> dict[str, Mean]:
-        """To the first model, by training, of those that have both; of one depth if a bucket is given."""
+        """Differences to the first model, by training that has both; at one depth if a bucket is given."""
         first = self.models[0]
         gaps = {
             name: difference(asked[model], asked[first], self.groups, is_exact, bucket=bucket)
-            for name, asked in self._that_have(model)
+            for name, asked in self._trainings_with(model)
             if first in asked
         }
         return {name: gap for name, gap in gaps.items() if gap is not None}
 
     def by_depth(self, model: str, bucket: int) -> float | None:
-        """Exact match, the mean over trainings."""
-        shares = [by_depth(asked[model].answers(self.groups), is_exact)[bucket] for _, asked in self._that_have(model)]
+        """Mean exact match over trainings."""
+        shares = [
+            by_depth(asked[model].answers(self.groups), is_exact)[bucket] for _, asked in self._trainings_with(model)
+        ]
         values = [one.value for one in shares if one is not None]
         return statistics.fmean(values) if values else None
 
-    def _that_have(self, model: str) -> list[tuple[str, dict[str, Asked]]]:
+    def _trainings_with(self, model: str) -> list[tuple[str, dict[str, Asked]]]:
         return [(name, asked) for name, asked in self.trainings.items() if model in asked]
 
 
@@ -88,7 +92,7 @@ def is_answered(results: NeedleResults) -> bool:
 
 
 def needles_over_trainings(trainings: Trainings) -> Report:
-    """Of models that have each answered something."""
+    """The report of models that have each answered something."""
     trainings = {name: trainings[name] for name in sorted(trainings, key=_with_numbers_in_order)}
     lengths = list(_lengths(trainings))
     results = [one for models in trainings.values() for one in models.values()]
@@ -131,7 +135,7 @@ def found_table(length: _Length) -> Table:
 
 
 def difference_table(length: _Length) -> Table:
-    """In percentage points."""
+    """Differences to the first model, in percentage points."""
     rows = []
     for model in length.models[1:]:
         gaps = length.differences(model)
@@ -151,7 +155,7 @@ def difference_table(length: _Length) -> Table:
 
 
 def depth_table(length: _Length) -> Table:
-    """Means over trainings."""
+    """Exact match and differences by depth, means over trainings."""
     first, *others = length.models
     rows = []
     for bucket in range(BUCKETS):
@@ -160,7 +164,7 @@ def depth_table(length: _Length) -> Table:
             (
                 f"{depth_of(bucket):.2f}",
                 *(shown(length.by_depth(model, bucket), ".1%") for model in length.everywhere),
-                *(format_difference(Mean.of(of_model)) if of_model else "" for of_model in gaps),
+                *(format_difference(Mean.of(model_gaps)) if model_gaps else "" for model_gaps in gaps),
             )
         )
     columns = [number("depth"), *map(number, length.everywhere)]
@@ -183,10 +187,10 @@ def as_csv(lengths: list[_Length]) -> str:
     for length in lengths:
         for training, models in length.trainings.items():
             for model, asked in models.items():
-                for bucket, found in enumerate(by_depth(asked.answers(length.groups), is_exact)):
-                    if found is not None:
+                for bucket, depth_share in enumerate(by_depth(asked.answers(length.groups), is_exact)):
+                    if depth_share is not None:
                         about = [model, training, length.title, f"{depth_of(bucket):.2f}"]
-                        rows.append([*about, str(found.right), str(found.number)])
+                        rows.append([*about, str(depth_share.right), str(depth_share.number)])
     return csv_text(["model", "training", "asked", "depth", "right", "questions"], rows)
 
 
@@ -196,19 +200,19 @@ def _lengths(trainings: Trainings) -> Iterator[_Length]:
         for training, models in trainings.items()
     }
     first = next(iter(next(iter(trainings.values()))))
-    for of_length in panels.panels_of(_side_by_side(asked)):
-        title, together = of_length.together
+    for panel in panels.panels_of(_side_by_side(asked)):
+        title, together = panel.together
         answered = {
-            training: there
+            training: present
             for training, models in asked.items()
-            if (there := {model: one for model, one in models.items() if _name(training, model) in of_length.columns})
+            if (present := {model: one for model, one in models.items() if _name(training, model) in panel.columns})
         }
         others = sorted({model for models in answered.values() for model in models} - {first})
         yield _Length(title, together, answered, [first, *others])
 
 
 def _side_by_side(trainings: Mapping[str, Mapping[str, Item]]) -> dict[str, Item]:
-    """All models of all trainings, by what they are called in a report."""
+    """All models of all trainings, by their labels in a report."""
     return {_name(training, model): one for training, models in trainings.items() for model, one in models.items()}
 
 
@@ -217,7 +221,7 @@ def _name(training: str, model: str) -> str:
 
 
 def _with_numbers_in_order(name: str) -> list[tuple[int, str]]:
-    """A key by which seed-5 is before seed-11."""
+    """A sort key that puts seed-5 before seed-11."""
     return [(int(part) if part.isdecimal() else -1, part) for part in re.split(r"([0-9]+)", name)]
 
 
@@ -235,7 +239,7 @@ def _in_words(length: _Length) -> Iterator[str]:
 
 
 def _sure_depths(length: _Length, model: str) -> tuple[int, int, int]:
-    """How often it is behind and ahead of the first by more than chance, and of how many depths of all trainings."""
+    """Numbers of depths in all trainings: surely behind the first model, surely ahead of it, and all."""
     gaps = [gap for bucket in range(BUCKETS) for gap in length.differences(model, bucket).values()]
     sure = [gap.mean for gap in gaps if gap.standard_error is not None and abs(gap.mean) > _SURE * gap.standard_error]
     return sum(gap < 0 for gap in sure), sum(gap > 0 for gap in sure), len(gaps)
