@@ -106,3 +106,14 @@ def read_pair() -> tuple[Kind, Kind]:
     """Exact training and the default, on the same tokens."""
     kinds = group(read_runs())
     return find(kinds, EXACT), find(kinds, DEFAULT)
+
+
+def after_the_same_time() -> float:
+    """Percent by which the loss of the default is lower where it was trained for as long, on more tokens."""
+    runs = read_runs()
+    longest = max((run for run in runs if run.kind[::2] == (DEFAULT, 0)), key=lambda run: run.tokens)
+    exact = next(run for run in runs if run.kind[::2] == (EXACT, 0) and run.seed == longest.seed)
+    seconds = [run.on_the_way[-1][0] / run.tokens_per_second for run in (longest, exact)]
+    if not 0.95 < seconds[0] / seconds[1] < 1.05:
+        raise ValueError(f"{FOLDER}: {seconds[0]:.0f} s of {longest.attention} are not the {seconds[1]:.0f} s of exact")
+    return 100 * (1 - longest.after["all"] / exact.after["all"])
