@@ -99,7 +99,7 @@ EQUATIONS = (
         "exp(q . k) without the product of two residuals",
         (REFERENCE, f"{SRC}/backends/torch/summaries.py"),
         ("tests/conformance.py", "tests/library/test_dipole_order.py"),
-        "Exact where a residual is zero, never above exact attention's mass, an error of first order: each is a test.",
+        "Tests: exact where a residual is zero, never above exact attention's mass, an error of first order.",
     ),
     Equation(
         4,
@@ -151,14 +151,14 @@ EQUATIONS = (
         "bound by the objectives of K-means",
         (),
         (),
-        "Mathematics: why queries and keys are clustered by themselves. Nothing computes it.",
+        "Mathematics: why queries and keys are clustered separately. Nothing computes it.",
     ),
     Equation(
         12,
         "between-cluster part of the response",
         (REFERENCE, f"{SRC}/backends/torch/far_field.py"),
         ("tests/library/test_dipole_order.py",),
-        "It is the softmax over scores; a dipole of second order needs it to be right.",
+        "It is the softmax over scores; a second-order dipole depends on it.",
     ),
     Equation(
         13,
@@ -229,7 +229,7 @@ FIGURES = (
         "1.8M, 5.2M and 23M parameters, 10 tokens for each, at 16k: exponents -0.408 (exact) and -0.407 (MuSe), where "
         "the paper has -0.17. One or two seeds, which are 2.9% apart.",
         "`s1` and `s2`, 12M and 36M parameters by the paper's rule, are for a law that one GPU can afford. A continued "
-        "run stands for its size where the run that it continues is not given, as the paper's 1B point does.",
+        "run counts for its size if the run that it continues is not given, like the paper's 1B point.",
     ),
     Element(
         "Figure 5",
@@ -300,10 +300,10 @@ TABLES = (
         ),
         RUNS_64K,
         "{loss}",
-        "The recorded run has exact attention in its last 0.1% of updates, inside the schedule (`exact_tail`), in "
-        "place of "
-        "fine-tuning behind it. The last four commands are a stand-in for the PDF half, which has no record: prose out "
-        "of source archives, with a tokenizer of its own.",
+        "The recorded run has exact attention in its last 0.1% of updates, inside the schedule (`exact_tail`), "
+        "instead of "
+        "fine-tuning after it. The last four commands replace the PDF half, which has no record, by prose from "
+        "source archives, with a separate tokenizer.",
     ),
     Element(
         "Table 5",
@@ -312,7 +312,7 @@ TABLES = (
         (_bench("--attention muse:paper,muse:Q128K128R8SP1B8k"),),
         ("benchmarks/speed/cuda-paper-sizes.md",),
         "The record has the share of each stage of our kernels at the paper's sizes.",
-        "Stages are cut differently: there are no XLA fusions, and sorting belongs to the stage that needs it.",
+        "Stages are divided differently: there are no XLA fusions, and sorting belongs to the stage that needs it.",
     ),
     Element(
         "Table 6",
@@ -346,7 +346,7 @@ TABLES = (
             "benchmarks/pretraining/32k/compare.md",
             *RUNS_64K,
         ),
-        "23M parameters at 16k, less exact training from the same weights, under exact attention: the default +0.10 ± "
+        "23M parameters at 16k, minus exact training from the same weights, under exact attention: the default +0.10 ± "
         "0.04%, six seeds; the paper's method +0.64 and +0.12%, MoBA +2.91 and +2.83%, two seeds each. At 32k the "
         "default +0.10 ± 0.07%, three seeds. These have the default of 0.3.0. At 64k: {loss}",
     ),
@@ -380,8 +380,8 @@ TABLES = (
         ),
         "At 16k with models of 74M, three seeds, and tiny ones that learned from needle documents; at 64k with models "
         "of 74M, two seeds, after 300 updates; see evidence.",
-        "The paper's models were not trained on needles; ours are too small and too short of tokens to retrieve "
-        "without. Shares "
+        "The paper's models were not trained on needles; ours are too small and saw too few tokens to retrieve "
+        "otherwise. Shares "
         "have Wilson intervals. The paper does not print its prompts.",
     ),
     Element(
@@ -390,7 +390,7 @@ TABLES = (
         (STANDARD_TASKS,),
         (f"python {STANDARD_TASKS} {TRAINED} --tasks longbench_repobench-p,longbench_lcc",),
         (),
-        "No record: the data set is a download that was not at hand.",
+        "No record: the data set is a download that was not available.",
     ),
     Element(
         "Table 11",
@@ -401,7 +401,7 @@ TABLES = (
             "muse compare out/exact out/muse out/frozen --corpus out/code",
         ),
         ("benchmarks/pretraining/32k-frozen/compare.md", *RUNS_64K),
-        "23M parameters at 32k, under exact attention, less exact training from the same weights: +0.16 and +0.07%, "
+        "23M parameters at 32k, under exact attention, minus exact training from the same weights: +0.16 and +0.07%, "
         "two seeds. At 64k: {loss}",
         "`mu` stays differentiable when aggregation is frozen, so a key still has exact attention's gradient, "
         "spread by fixed weights.",
@@ -413,14 +413,14 @@ TABLES = (
         (_bench("--heads 60 --batch 2 --attention muse:QK64R8B8k,muse:QK128R8B8k,muse:QK256R8B8k"),),
         ("benchmarks/speed/cuda-clusters-and-retrieved.md", "benchmarks/speed/cuda-paper-sizes.md"),
         "{speed_of_methods}",
-        "As of Table 1.",
+        "As in Table 1.",
     ),
     _errors(
         "Table 13",
         "query clusters",
         "query-clusters",
         bench="--sweep query-clusters",
-        differs="The paper's Q = 1 has zeroed centroids, `tilt=false` here; one tilted cluster is a row of its own.",
+        differs="The paper's Q = 1 has zeroed centroids, `tilt=false` here; one tilted cluster has a separate row.",
     ),
     _errors("Table 14", "key clusters", "key-clusters", bench="--sweep key-clusters"),
     _errors("Table 15", "query clustering at several counts, 96M", "joint"),
@@ -449,14 +449,14 @@ TABLES = (
         recorded="The record of errors is from before this preset opened half as many clusters, as the paper does.",
     ),
     _errors("Table 21", "clusters or blocks", "clusters-or-blocks"),
-    _errors("Table 22", "clusters with as many retrieved, 1B", "fixed-retrieval", differs="As of Table 17."),
+    _errors("Table 22", "clusters with as many retrieved, 1B", "fixed-retrieval", differs="As in Table 17."),
     Element(
         "Table 23",
         "summaries alone: runtime by length",
         BENCH,
         ("muse bench --heads 40 --sweep monopole-length",),
         ("benchmarks/speed/cuda-monopole-length.md",),
-        "With 8 heads: 2.31x at 32k, 4.49x at 64k and 8.92x at 128k, in the same time each.",
+        "With 8 heads: 2.31x at 32k, 4.49x at 64k and 8.92x at 128k; the time is the same at each.",
     ),
     Element(
         "Table 24",
@@ -483,7 +483,7 @@ TABLES = (
             "muse compare out/exact out/muse out/moba out/moba-budget --corpus out/code",
         ),
         ("benchmarks/pretraining/32k-moba/compare.md",),
-        "23M parameters at 32k, `L256B256R8`, under exact attention, less exact training from the same weights: +1.49 "
+        "23M parameters at 32k, `L256B256R8`, under exact attention, minus exact training from the same weights: +1.49 "
         "and +1.59%, two seeds.",
     ),
     _errors(
@@ -496,13 +496,13 @@ TABLES = (
         "Table 28",
         "clusters without query clustering that are worth as much",
         "joint",
-        differs="The numbers of Table 2. A law is followed to 16 times the largest count that was measured.",
+        differs="The numbers of Table 2. A law is extrapolated to at most 16 times the largest measured count.",
     ),
     _errors(
         "Table 29",
         "clusters with query clustering that are worth as much",
         "joint",
-        recorded="The record is from before this table was written.",
+        recorded="The record is older than this table.",
     ),
     Element(
         "Table 30",
@@ -510,7 +510,7 @@ TABLES = (
         (STANDARD_TASKS,),
         (f"python {STANDARD_TASKS} {TRAINED} --tasks arc_easy,sciq",),
         (),
-        "No record: the data sets are downloads that were not at hand.",
+        "No record: the data sets are downloads that were not available.",
     ),
     Element(
         "Table 31",
@@ -518,7 +518,7 @@ TABLES = (
         (STANDARD_TASKS,),
         (f"python {STANDARD_TASKS} {TRAINED} --tasks 'niah_*' --metadata '{{\"max_seq_lengths\": [65536]}}'",),
         (),
-        "No record: most of its tasks hide needles in essays, a download that was not at hand.",
+        "No record: most of its tasks hide needles in essays, a download that was not available.",
         "MuSe can read the prompt too (`--attention`); decoding is always exact. The paper tests with exact "
         "attention alone.",
     ),

@@ -25,20 +25,19 @@ _INTRODUCTION = """# The paper, element by element
 <!-- written by `python -m docs_build.paper_page` from docs_build/paper_elements.py; edit that -->
 
 Multipole Semantic Attention: A Fast Approximation of Softmax Attention for Pretraining (Mitchell and Kersting, ICML
-2026). For each equation, figure and table: where it is implemented, the command that regenerates it, what was recorded
-or why nothing was, and what differs on purpose. Commands are for a run or a model at hand; at 64k they want a GPU, and
-on a CPU the same commands take a shorter `--length`. `muse:paper` and the recipes `paper-s3` to `paper-s8` are the
-paper's method to the letter. The [default](reference/configuration.md#defaults) of this library is another
-configuration.
+2026). For each equation, figure and table: where it is implemented, the command that regenerates it, the recorded
+result or why there is none, and intended differences. Commands need your own run or model. At 64k they need a GPU; on
+a CPU use a shorter `--length`. `muse:paper` and the recipes `paper-s3` to `paper-s8` follow the paper exactly. The
+[default](reference/configuration.md#defaults) of this library is another configuration.
 
-**Errors** are recorded on SmolLM2-135M, quantised to 4 bits, at 8k tokens, which was not trained with MuSe, around the
-sizes that the paper's rule gives there. No model of the paper is published, and none was trained here at 64k for long
-enough to stand in for it, so ratios can be compared and values cannot. Presets have the paper's sizes with Lloyd's
-clustering and without a limit on clusters of queries; of some the record is from when that limit, the paper's, was the
-default.
+**Errors** are recorded on SmolLM2-135M, quantised to 4 bits and not trained with MuSe, at 8k tokens, around the
+sizes that the paper's rule gives there. The paper's models are not published, and none was trained here at 64k for long
+enough to replace them, so compare ratios, not values. Presets have the paper's sizes with Lloyd's
+clustering and without a limit on clusters of queries. Some records are older and have the paper's limit, which was the
+default then.
 
-**Losses** are recorded of runs of 96M parameters at 64k, 40M tokens each, and of up to 23M parameters at 16k, 10 tokens
-for each: nothing has been pretrained to the end with this library.
+**Losses** are recorded for runs of 96M parameters at 64k, 40M tokens each, and of up to 23M parameters at 16k, 10
+tokens per parameter: no model has been fully pretrained with this library.
 """
 
 
@@ -108,7 +107,7 @@ def recorded_results() -> dict[str, str]:
         if ratio := speedup(runs, run):
             speeds.append(f"{run.name} {ratio:.2f}x")
     return {
-        "loss": f"Loss under exact attention, less that of exact training: {', '.join(losses)}.",
+        "loss": f"Loss under exact attention, minus that of exact training: {', '.join(losses)}.",
         "speed": f"Speed of training over exact attention: {', '.join(speeds)}.",
         "speed_of_methods": _speed_of_methods(),
     }
@@ -138,7 +137,7 @@ def _speed_of_methods() -> str:
     timings = {
         timing.method: timing for timing in read_timings() if (timing.length, timing.data) == (_LENGTH, SYNTHETIC)
     }
-    names = {TO_THE_LETTER: "muse:paper, its method to the letter"}
+    names = {TO_THE_LETTER: "muse:paper, its exact method"}
     found = [
         f"{names.get(method, method)} {timings[method].speedup:.2f}x with an RSE of {timings[method].error:.2g}"
         for method in (TO_THE_LETTER, PAPER, MOBA, BLOCK_DIAGONAL)

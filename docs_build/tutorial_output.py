@@ -36,9 +36,9 @@ def write_page(steps: list[Step], outputs: list[str], machine: str) -> str:
     """The page, with the output of each step below it."""
     parts = [
         "# Ten minutes on a CPU",
-        f"This page is [tutorial.py](../../examples/tutorial.py) with what it printed on: {machine}.",
+        f"This page is [tutorial.py](../../examples/tutorial.py) and its output on: {machine}.",
         "Run it yourself with `python examples/tutorial.py`. Its times are the best of three on a shared machine: "
-        "[speed](../evidence/speed.md) has careful ones.",
+        "[speed](../evidence/speed.md) has careful measurements.",
     ]
     for step, output in zip(steps, outputs, strict=True):
         marker = [] if step.sizes_in_tests is None else [f"<!-- test: {step.sizes_in_tests} -->"]

@@ -38,10 +38,10 @@ print(f"MuSe  {muse:.2f} s: {exact / muse:.1f}x as fast")
 # %% What it costs in accuracy
 # `fidelity.measure` compares the outputs of an attention with those of exact attention. RSE is the squared distance of
 # the two as a share of the exact one's squared norm, averaged over queries. A mean can hide a tail, so look at the
-# worst queries too. A query *retrieves* the keys whose summaries it expects to be too wrong, and attends to them
-# exactly. Lookups need that. These come out of nowhere: no query like them was there before, so they lie far from every
-# query centroid, and by default most of them fail. `caution` fears more from what is far off, and finds them. In heads
-# of SmolLM2 queries that look things up recur, and the default finds 9 in 10.
+# worst queries too. Where a summary is expected to be too wrong, a query *retrieves* its keys and attends to them
+# exactly. Lookups need that. The lookups here resemble no earlier query, so they lie far from every query centroid, and
+# the default misses most of them. `caution` expects a larger error far from a centroid, and finds them. In heads of
+# SmolLM2, lookup queries recur, and the default finds 9 in 10.
 
 from muse_attention import MuSeConfig, fidelity, get_attention
 
@@ -58,9 +58,8 @@ for label, config in (("MuSe", default), ("MuSe, nothing retrieved", nothing), (
     print(f"  keys retrieved per query     {found['keys_per_query']:.0f} of up to {length}, on average")
 
 # %% Error against speed [tests: length = 2048; tolerances = ("0.1",)]
-# A configuration is a short text. `T` is the tolerance: a query retrieves wherever its summaries are expected to be
-# wrong by that or more. A smaller tolerance retrieves more keys. MoBA and block-diagonal attention are faster and
-# much less accurate.
+# A configuration is a short text. `T` is the tolerance: a query retrieves where a summary's expected error is that or
+# more. A smaller tolerance retrieves more keys. MoBA and block-diagonal attention are faster and much less accurate.
 
 length = 16384
 query, key, value = (tensor.requires_grad_() for tensor in clustered_qkv(1, 1, length, 64, lookups=0.02))
@@ -74,8 +73,8 @@ for name in ["exact", *names, "moba:L1kB64R1", "block_diagonal:1k"]:
     print(f"{name:30} {seconds_of(attention):4.2f} s   {error:.4f}   {keys:.0f}")
 
 # %% Gradients
-# MuSe is differentiable. The error of the output and of each gradient, here: the sum of all squared differences from
-# exact attention, as a share of the sum of all squares. That of the query's gradient is the largest.
+# MuSe is differentiable. Here the error of the output and of each gradient is the sum of all squared differences from
+# exact attention, as a share of the sum of all squares. The query's gradient has the largest error.
 
 
 def output_and_gradients_of(attention):
@@ -91,7 +90,7 @@ for name, (approximate, right) in zip(("output", "dquery", "dkey", "dvalue"), pa
     print(f"{name:6} {(approximate - right).square().sum() / right.square().sum():.4f}")
 
 # %% Train with MuSe, run with exact attention [tests: steps = 2]
-# Every token has a topic and a noisy copy of what its topic means. One attention layer learns to give out the meaning
+# Every token has a topic and a noisy copy of the topic's meaning. One attention layer learns to output the meaning
 # without the noise: it must find earlier tokens of the same topic and average them. It trains with MuSe. Then the
 # same weights run with exact attention.
 
@@ -125,8 +124,8 @@ with torch.no_grad():
     print(f"          loss {loss_with(exact_attention):.3f} with exact attention")
 
 # %% The leak
-# Nothing after a position changes its output: keys are clustered inside their blocks, and queries with earlier ones.
-# The paper's method clusters the whole sequence, so there a later token can change the approximation error of an
+# No later token changes an output: keys are clustered inside their blocks, and queries use the centroids of earlier
+# queries. The paper's method clusters the whole sequence, so a later token can change the approximation error of an
 # earlier output. Replace the last quarter of a sequence and see how much the outputs before it change.
 
 query, key, value = clustered_qkv(1, 1, 2048, 64)
