@@ -30,6 +30,19 @@ def test_the_first_layer_is_that_of_a_computation_by_hand() -> None:
     assert scale == 0.25
 
 
+def test_the_implementation_is_put_back_after_an_error() -> None:
+    model, ids = tiny_llama(), token_ids(20)
+    model.set_attn_implementation("eager")
+
+    def stop(*_: object) -> None:
+        raise RuntimeError("stop")
+
+    with pytest.raises(RuntimeError, match="stop"):
+        visit_layers(model, ids, stop)
+    assert model.config._attn_implementation == "eager"
+    assert len(capture(model, ids)) == 2
+
+
 def test_every_layer_follows_from_exact_attention_in_those_before() -> None:
     model, ids = tiny_llama(), token_ids(70)
     outputs: list[Tensor] = []
