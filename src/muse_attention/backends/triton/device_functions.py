@@ -38,6 +38,33 @@ def store_rows(table_ptr, first, offs_row, mask_row, tile, X: tl.constexpr):
 
 
 @triton.jit
+def load_once(ptrs, mask, OTHER):
+    """[N]: numbers that are loaded once, and go from thread to thread where they are needed in another layout.
+
+    Triton would load a vector that is shorter than the threads of a program anew for each layout, one number at a time,
+    with an address and a mask for each: most of the instructions of a loop. A tile of two equal columns is long enough.
+    """
+    if ptrs.shape[0] >= 128:
+        return tl.load(ptrs, mask=mask, other=OTHER)
+    else:
+        ptrs = tl.broadcast_to(ptrs[:, None], (ptrs.shape[0], 2))  # [N, 2]
+        return tl.max(tl.load(ptrs, mask=mask[:, None], other=OTHER), 1).to(ptrs.dtype.element_ty)
+
+
+@triton.jit
+def load_pairs(table_ptr, first, offs_row, mask_row, FIRST, SECOND):
+    """[ROWS] twice: both numbers of rows `first + offs_row` of a table of pairs, or `FIRST` and `SECOND`.
+
+    Loaded once, as by `load_once`.
+    """
+    offs = tl.arange(0, 2)[None, :]  # [1, 2]
+    ptrs = table_ptr + first * 2 + offs_row[:, None] * 2 + offs  # [ROWS, 2]
+    other = tl.where(offs == 0, FIRST, SECOND).to(table_ptr.dtype.element_ty)  # [1, 2]
+    other = tl.broadcast_to(other, (offs_row.shape[0], 2))
+    return tl.split(tl.load(ptrs, mask=mask_row[:, None], other=other))
+
+
+@triton.jit
 def dot(left, right, ACC: tl.constexpr):
     """[M, N]: the product of [M, K] and [K, N], in the precision of `ACC`; float32 is multiplied as such."""
     return tl.dot(left, right, input_precision="ieee", out_dtype=ACC)
@@ -50,13 +77,13 @@ def add_dot(left, right, total):
 
 
 @triton.jit
-def exp_of_less(logits, shift):
-    """`exp(logits - shift)`: a multiplication and addition in one, then a power of two.
+def exp_of_less(logits, shift, SCALE: tl.constexpr = 1.0):
+    """`exp(SCALE logits - shift)`: a multiplication and addition in one, then a power of two.
 
     Rounding `shift` in between costs a relative error of about `|shift|` units in the last place, as much as the
     rounding of logits of that size does.
     """
-    return tl.exp2(logits * LOG2_E - shift * LOG2_E)
+    return tl.exp2(logits * (SCALE * LOG2_E) - shift * LOG2_E)
 
 
 @triton.jit

@@ -109,10 +109,9 @@ def attend_backward(*tensors_and_settings: Any) -> tuple[Tensor, ...]:
     columns = summaries.summarise(heads, centroids)
     of_softmax = gradient_of_softmax(Partial(out, lse), grad_out, grad_lse)
     residuals = take_residuals(heads, spread)
-    delta = add_to_queries(grad_queries, of_softmax, heads, residuals, columns, slopes, first_rows)
-    of_summaries = {**of_softmax, "delta_ptr": delta}
-    gradients = find_gradients_of_summaries(of_summaries, heads, residuals, columns, first_rows)
-    add_to_keys(grad_keys, grad_values, gradients, of_softmax, heads, columns, first_rows)
+    of_rows = add_to_queries(grad_queries, of_softmax, heads, residuals, columns, slopes, first_rows)
+    gradients = find_gradients_of_summaries(grad_out, of_rows, heads, residuals, columns, first_rows)
+    add_to_keys(grad_keys, grad_values, gradients, grad_out, of_rows, heads, columns, first_rows)
     return ()
 
 

@@ -13,8 +13,16 @@ from muse_attention.backends.triton.blockwise.geometry import (
 )
 from muse_attention.backends.triton.blockwise.heads import Heads
 from muse_attention.backends.triton.blockwise.pieces import list_tiles
+from muse_attention.backends.triton.blockwise.rows import RowSoftmax
 from muse_attention.backends.triton.blockwise.summaries import ColumnGradients, Columns
-from muse_attention.backends.triton.device_functions import add_dot, dot, exp_of_less, load_rows, store_rows
+from muse_attention.backends.triton.device_functions import (
+    add_dot,
+    dot,
+    exp_of_less,
+    load_pairs,
+    load_rows,
+    store_rows,
+)
 from muse_attention.backends.triton.filling import fill
 from muse_attention.backends.triton.numbers import padded
 from muse_attention.backends.triton.runtime.launching import kernel
@@ -26,7 +34,7 @@ FROM_SUMMARIES = {
 }
 FROM_QUERIES = {
     128: {"num_warps": 4, "num_stages": 1, "maxnreg": 168},
-    256: {"num_warps": 4, "num_stages": 1},
+    256: {"num_warps": 4, "num_stages": 2},
     512: {"num_warps": 8, "num_stages": 1},
 }
 BY_REGISTERS = {256: {"num_warps": 8}}
@@ -56,13 +64,13 @@ def add_to_keys(
     grad_keys: Tensor,
     grad_values: Tensor,
     gradients: ColumnGradients,
-    of_softmax: dict[str, Tensor],
+    grad_out: Tensor,
+    of_rows: RowSoftmax,
     heads: Heads,
     columns: Columns,
     first_rows: Tensor,
 ) -> None:
-    """Add to the (G, N, D) and (G, N, Dv) gradients of keys and values. `of_softmax` is what `gradient_of_softmax`
-    returns."""
+    """Add to the (G, N, D) and (G, N, Dv) gradients of keys and values. `grad_out` is (H, N, Dv)."""
     order, geometry = heads.order, heads.geometry
     grid = (geometry.seen_blocks * geometry.key_tiles, geometry.key_heads)
     shared = {
@@ -78,12 +86,13 @@ def add_to_keys(
     }
     _summaries_backward_to_keys[grid](
         **shared, **gradients.arguments, centroids_ptr=heads.centroids, key_offset_ptr=heads.key_offset,
-        log_mass_ptr=columns.log_mass, **geometry.sizes(*_OF_SUMMARIES), IS_CAUSAL=geometry.is_causal,
+        numbers_ptr=columns.numbers, **geometry.sizes(*_OF_SUMMARIES), IS_CAUSAL=geometry.is_causal,
         IS_FROZEN=not geometry.config.differentiable_aggregation, **heads.fit(FROM_SUMMARIES, BY_REGISTERS),
     )  # fmt: skip
     turns = fill(order.queries.new_empty(geometry.key_heads, grid[0]), 0)
     _queries_backward_to_keys[(*grid, _PARTS)](
-        **shared, **of_softmax, queries_ptr=heads.queries, query_order_ptr=order.queries,
+        **shared, grad_out_ptr=grad_out, of_keys_ptr=of_rows.of_keys, queries_ptr=heads.queries,
+        query_order_ptr=order.queries,
         **list_tiles(first_rows, order, geometry), turns_ptr=turns, **geometry.sizes(*_OF_QUERIES), SCALE=heads.scale,
         FEW_TILES=_FEW_ROWS // geometry.config.tile, ROWS=geometry.rows, **heads.fit(FROM_QUERIES, BY_REGISTERS),
     )  # fmt: skip
@@ -112,7 +121,7 @@ def _add_to_rows(gradient_ptr, first, at, mask_key, gradient, X: tl.constexpr, A
 @kernel(stage="summaries", do_not_specialize=_OF_SUMMARIES)
 def _summaries_backward_to_keys(
     grad_keys_ptr, grad_values_ptr, grad_log_mass_ptr, grad_key_mean_ptr, grad_value_mean_ptr, keys_ptr, values_ptr,
-    centroids_ptr, key_offset_ptr, log_mass_ptr, key_order_ptr, key_tile_begin_ptr, key_tile_info_ptr, length,
+    centroids_ptr, key_offset_ptr, numbers_ptr, key_order_ptr, key_tile_begin_ptr, key_tile_info_ptr, length,
     seen_blocks, query_clusters, key_clusters, generations, summarised, key_tiles, key_room, shared_by,
     IS_CAUSAL: tl.constexpr, IS_FROZEN: tl.constexpr, KEYS: tl.constexpr, CENTROIDS: tl.constexpr, D: tl.constexpr,
     DV: tl.constexpr, ACC: tl.constexpr,
@@ -120,7 +129,7 @@ def _summaries_backward_to_keys(
     """Up to `KEYS` keys of one bucket, from its summaries.
 
     Grid: (seen blocks tiles, G). `grad_keys_ptr`, `keys_ptr`: (G, N, D); `grad_values_ptr`, `values_ptr`: (G, N, DV);
-    `centroids_ptr`: (H, S, Q, D); `key_offset_ptr`: (G, D); other gradients and `log_mass_ptr` as in `Columns`;
+    `centroids_ptr`: (H, S, Q, D); `key_offset_ptr`: (G, D); other gradients and `numbers_ptr` as in `Columns`;
     `key_order_ptr`: (G, seen blocks, room) int32; `key_tile_*_ptr`: (G, seen blocks, tiles) int32.
     """
     key_head = tl.program_id(1).to(tl.int64)
@@ -149,7 +158,7 @@ def _summaries_backward_to_keys(
             generation = row // query_clusters  # [CENTROIDS]
             slot = block + (first_summary(generation) if IS_CAUSAL else generation * 0)  # [CENTROIDS]
             offs = (row % query_clusters * summarised + slot) * key_clusters + key_cluster  # [CENTROIDS]
-            mass = tl.load(log_mass_ptr + of_head + offs, mask=mask_row, other=float("inf"))  # [CENTROIDS]
+            mass = tl.load(numbers_ptr + (of_head + offs) * 4, mask=mask_row, other=float("inf"))  # [CENTROIDS]
             d_mass = tl.load(grad_log_mass_ptr + of_head + offs, mask=mask_row, other=0.0)  # [CENTROIDS]
             d_key_mean = load_rows(grad_key_mean_ptr, of_head, offs, mask_row, D)  # [CENTROIDS, D]
             d_value_mean = load_rows(grad_value_mean_ptr, of_head, offs, mask_row, DV)  # [CENTROIDS, DV]
@@ -176,8 +185,8 @@ def _rows_of(entry, offs_row):
 
 @kernel(stage="retrieval", do_not_specialize=_OF_QUERIES)
 def _queries_backward_to_keys(
-    grad_keys_ptr, grad_values_ptr, grad_out_ptr, lse_ptr, delta_ptr, queries_ptr, keys_ptr, values_ptr,
-    query_order_ptr, key_order_ptr, key_tile_begin_ptr, key_tile_info_ptr, lists_ptr, listed_ptr, turns_ptr, length,
+    grad_keys_ptr, grad_values_ptr, grad_out_ptr, of_keys_ptr, queries_ptr, keys_ptr, values_ptr, query_order_ptr,
+    key_order_ptr, key_tile_begin_ptr, key_tile_info_ptr, lists_ptr, listed_ptr, turns_ptr, length,
     block_size, blocks, seen_blocks, key_clusters, query_tiles, key_tiles, key_room, shared_by, SCALE: tl.constexpr,
     FEW_TILES: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     ACC: tl.constexpr,
@@ -186,9 +195,9 @@ def _queries_backward_to_keys(
 
     Parts add what they found in turn, so that sums have one order. (A part begins no later than those after it.)
 
-    Grid: (seen blocks tiles, G, parts). `queries_ptr`: (H, N, D); `grad_out_ptr`: (H, N, DV); `lse_ptr`, `delta_ptr`:
-    (H, N); `query_order_ptr`: (H, nb B) int32; lists as `list_tiles` returns them; `turns_ptr`: (G, seen blocks tiles)
-    int32, all 0; the others as in `_summaries_backward_to_keys`.
+    Grid: (seen blocks tiles, G, parts). `queries_ptr`: (H, N, D); `grad_out_ptr`: (H, N, DV); `of_keys_ptr` as in
+    `RowSoftmax`; `query_order_ptr`: (H, nb B) int32; lists as `list_tiles` returns them; `turns_ptr`: (G, seen blocks
+    tiles) int32, all 0; the others as in `_summaries_backward_to_keys`.
     """
     key_head = tl.program_id(1).to(tl.int64)
     tile = key_head * tl.num_programs(0) + tl.program_id(0)
@@ -216,7 +225,8 @@ def _queries_backward_to_keys(
         list_ptr = lists_ptr + bucket * blocks * query_tiles
         first = part * of_part
         number = tl.minimum(tl.load(listed_ptr + bucket), first + of_part)
-        order_ptr = query_order_ptr + head * blocks * block_size
+        of_head = head * blocks * block_size
+        order_ptr = query_order_ptr + of_head
         # (Where the next rows lie is known before it is their turn.)
         entry = tl.load(list_ptr + first, mask=first < number, other=0)
         position = tl.load(order_ptr + (entry >> 16) + offs_row, mask=_rows_of(entry, offs_row), other=0)  # [ROWS]
@@ -224,12 +234,12 @@ def _queries_backward_to_keys(
             mask_row = _rows_of(entry, offs_row)  # [ROWS]
             query = load_rows(queries_ptr, head * length, position, mask_row, D)  # [ROWS, D]
             grad_out = load_rows(grad_out_ptr, head * length, position, mask_row, DV)  # [ROWS, DV]
-            lse = tl.load(lse_ptr + head * length + position, mask=mask_row, other=float("inf"))  # [ROWS]
-            delta = tl.load(delta_ptr + head * length + position, mask=mask_row, other=0.0)  # [ROWS]
+            # [ROWS] each
+            lse, delta = load_pairs(of_keys_ptr, of_head + (entry >> 16), offs_row, mask_row, float("inf"), 0.0)
             entry = tl.load(list_ptr + listed + 1, mask=listed + 1 < number, other=0)
             position = tl.load(order_ptr + (entry >> 16) + offs_row, mask=_rows_of(entry, offs_row), other=0)  # [ROWS]
             logits = dot(keys, tl.trans(query), ACC)  # [KEYS, ROWS]
-            weights = exp_of_less(logits * SCALE, lse[None, :])  # [KEYS, ROWS]
+            weights = exp_of_less(logits, lse[None, :], SCALE)  # [KEYS, ROWS]
             response = dot(values, tl.trans(grad_out), ACC)  # [KEYS, ROWS]
             d_logits = weights * (response - delta[None, :])  # [KEYS, ROWS]
             d_values = add_dot(weights.to(grad_out.dtype), grad_out, d_values)

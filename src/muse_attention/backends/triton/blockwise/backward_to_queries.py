@@ -18,26 +18,34 @@ from muse_attention.backends.triton.blockwise.pieces import (
 from muse_attention.backends.triton.blockwise.rows import (
     SIZES_OF_COLUMNS,
     Residuals,
+    RowSoftmax,
     first_column,
     load_tile,
     score_columns,
     visible_columns,
 )
 from muse_attention.backends.triton.blockwise.slopes import Slopes, load_slope
-from muse_attention.backends.triton.blockwise.summaries import Columns
-from muse_attention.backends.triton.device_functions import add_dot, dot, exp_of_less, load_rows, store_rows
+from muse_attention.backends.triton.blockwise.summaries import Columns, load_numbers
+from muse_attention.backends.triton.device_functions import (
+    add_dot,
+    dot,
+    exp_of_less,
+    load_once,
+    load_rows,
+    store_rows,
+)
 from muse_attention.backends.triton.numbers import accumulator, cdiv, padded
 from muse_attention.backends.triton.runtime.launching import kernel
 from muse_attention.core.structures import Partial
 
 FROM_COLUMNS = {
-    128: {"COLUMNS": 64, "num_warps": 4, "num_stages": 1, "maxnreg": 128},
+    128: {"COLUMNS": 64, "num_warps": 4, "num_stages": 2, "maxnreg": 168},
     256: {"COLUMNS": 64, "num_warps": 4, "num_stages": 1},
     512: {"COLUMNS": 16, "num_warps": 4, "num_stages": 1},
 }
 FROM_KEYS = {
-    128: {"KEYS": 64, "num_warps": 4, "num_stages": 1, "maxnreg": 128},
-    256: {"KEYS": 32, "num_warps": 4, "num_stages": 1, "maxnreg": 168},
+    128: {"KEYS": 64, "num_warps": 4, "num_stages": 3, "maxnreg": 168},
+    256: {"KEYS": 32, "num_warps": 4, "num_stages": 2},
     512: {"KEYS": 16, "num_warps": 4, "num_stages": 1},
 }
 FROM_COLUMNS_BY_REGISTERS = {128: {"COLUMNS": 32}, 256: {"COLUMNS": 32, "num_warps": 8}}
@@ -67,10 +75,10 @@ def add_to_queries(
     columns: Columns,
     slopes: Slopes,
     first_rows: Tensor,
-) -> Tensor:
+) -> RowSoftmax:
     """Add to the (H, N, D) gradients of queries. `of_softmax` is what `gradient_of_softmax` returns.
 
-    Also the `delta` of summaries, (H, nb B), in the order of places: all of them gain the same by a slope.
+    What gradients of keys and of summaries need of each query comes back, in the order of places.
     """
     order, geometry = heads.order, heads.geometry
     config = geometry.config
@@ -84,10 +92,10 @@ def add_to_queries(
         "ROWS": geometry.rows,
         **heads.compiled,
     }
-    delta_of_summaries = torch.empty_like(residuals.width)
+    found = RowSoftmax.new(residuals)
     _columns_backward_to_queries[(tiles, geometry.heads)](
-        **shared, **residuals.arguments, **columns.of_logits, **slopes.arguments, first_rows_ptr=first_rows,
-        delta_of_summaries_ptr=delta_of_summaries, **geometry.sizes(*SIZES_OF_COLUMNS), IS_CAUSAL=geometry.is_causal,
+        **shared, **residuals.arguments, **columns.arguments, **slopes.arguments, first_rows_ptr=first_rows,
+        **found.arguments, **geometry.sizes(*SIZES_OF_COLUMNS, "shared_by"), IS_CAUSAL=geometry.is_causal,
         FIRST_ORDER=config.uses_first_order, SECOND_ORDER=config.uses_second_order,
         **heads.fit(FROM_COLUMNS, FROM_COLUMNS_BY_REGISTERS),
     )  # fmt: skip
@@ -97,7 +105,7 @@ def add_to_queries(
             **shared, queries_ptr=heads.queries, keys_ptr=heads.keys, values_ptr=heads.values, key_order_ptr=order.keys,
             **listed, **geometry.sizes(*SIZES_OF_KEYS), **heads.fit(FROM_KEYS, FROM_KEYS_BY_REGISTERS),
         )  # fmt: skip
-    return delta_of_summaries
+    return found
 
 
 @kernel(stage="merging", do_not_specialize=["length"])
@@ -117,19 +125,20 @@ def _find_delta_of_rows(
     tl.store(delta_ptr + head * length + offs_row, delta, mask=mask_row)
 
 
-@kernel(stage="attention to summaries", do_not_specialize=SIZES_OF_COLUMNS)
+@kernel(stage="attention to summaries", do_not_specialize=[*SIZES_OF_COLUMNS, "shared_by"])
 def _columns_backward_to_queries(
     grad_queries_ptr, grad_out_ptr, lse_ptr, delta_ptr, key_offset_ptr, residuals_ptr, shift_ptr, width_ptr,
-    log_mass_ptr, key_mean_ptr, value_mean_ptr, deviation_ptr, most_ptr, slope_ptr, slope_deviation_ptr,
-    query_order_ptr, tile_begin_ptr, tile_info_ptr, first_rows_ptr, delta_of_summaries_ptr, length, block_size, blocks,
-    seen_blocks, query_clusters, key_clusters, summarised, query_tiles, shared_by, LARGEST_REACH: tl.constexpr,
+    numbers_ptr, key_mean_ptr, value_mean_ptr, slope_ptr, slope_deviation_ptr,
+    query_order_ptr, tile_begin_ptr, tile_info_ptr, first_rows_ptr, of_keys_ptr, of_summaries_ptr, length, block_size,
+    blocks, seen_blocks, query_clusters, key_clusters, summarised, query_tiles, shared_by, LARGEST_REACH: tl.constexpr,
     SCALE: tl.constexpr, IS_CAUSAL: tl.constexpr, FIRST_ORDER: tl.constexpr, SECOND_ORDER: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """Gradients of a tile's queries from the summaries.
 
     Grid: (nb tiles, H). `grad_queries_ptr`: (H, N, D); `grad_out_ptr`: (H, N, DV); `lse_ptr`, `delta_ptr`: (H, N);
-    `key_offset_ptr`: (G, D); `delta_of_summaries_ptr`: (H, nb B); the others as in `_attend_to_columns`.
+    `key_offset_ptr`: (G, D); `of_keys_ptr`, `of_summaries_ptr` as in `RowSoftmax`; the others as in
+    `_attend_to_columns`.
     """
     head = tl.program_id(1).to(tl.int64)
     # (Those that see most come first.)
@@ -148,28 +157,29 @@ def _columns_backward_to_queries(
     shift = tl.load(shift_ptr + place + offs_row, mask=mask_row, other=0.0)  # [ROWS]
     width = tl.load(width_ptr + place + offs_row, mask=mask_row, other=0.0)  # [ROWS]
     of_cluster = first_column(head, own_block, cluster, query_clusters, key_clusters, summarised, IS_CAUSAL)
-    of_buckets = head // shared_by * seen_blocks * key_clusters
     first_rows_ptr += tile * seen_blocks * key_clusters
     grad_out = load_rows(grad_out_ptr, head * length, position, mask_row, DV)  # [ROWS, DV]
     # (Rows that do not exist have no weight anywhere.)
-    lse = tl.load(lse_ptr + head * length + position, mask=mask_row, other=float("inf")) - shift  # [ROWS]
+    lse = tl.load(lse_ptr + head * length + position, mask=mask_row, other=float("inf"))  # [ROWS]
     delta = tl.load(delta_ptr + head * length + position, mask=mask_row, other=0.0)  # [ROWS]
+    tl.store(of_keys_ptr + (place + offs_row) * 2, lse, mask=mask_row)
+    tl.store(of_keys_ptr + (place + offs_row) * 2 + 1, delta, mask=mask_row)
+    lse -= shift
     if FIRST_ORDER:
         slope, factor, gain = load_slope(
             slope_ptr, slope_deviation_ptr, head * blocks + own_block, residual, width, LARGEST_REACH, D, DV, ACC
         )
         delta -= tl.sum(gain * grad_out.to(ACC), 1)
-    tl.store(delta_of_summaries_ptr + place + offs_row, delta, mask=mask_row)
+    tl.store(of_summaries_ptr + (place + offs_row) * 2, lse, mask=mask_row)
+    tl.store(of_summaries_ptr + (place + offs_row) * 2 + 1, delta, mask=mask_row)
     gradient = tl.zeros([ROWS, padded(D)], ACC)  # [ROWS, D]
     of_offset, of_summaries = tl.zeros([ROWS], ACC), tl.zeros([ROWS], ACC)
     for first in range(0, columns, COLUMNS):
         offs_column, mask_column = visible_columns(first, columns, own_block, key_clusters, COLUMNS, IS_CAUSAL)
-        # [COLUMNS, D], [ROWS, COLUMNS]
-        means, logits = score_columns(
-            residual, width, log_mass_ptr, key_mean_ptr, deviation_ptr, most_ptr, of_cluster, of_buckets, offs_column,
-            mask_column, SECOND_ORDER, D, ACC,
-        )  # fmt: skip
-        first_row = tl.load(first_rows_ptr + offs_column, mask=mask_column, other=255).to(tl.int32)  # [COLUMNS]
+        means = load_rows(key_mean_ptr, of_cluster, offs_column, mask_column, D)  # [COLUMNS, D]
+        masses, deviations, most, _ = load_numbers(numbers_ptr, of_cluster, offs_column, mask_column)
+        logits = score_columns(residual, width, means, masses, deviations, most, SECOND_ORDER, ACC)
+        first_row = load_once(first_rows_ptr + offs_column, mask_column, 255).to(tl.int32)  # [COLUMNS]
         logits = tl.where(offs_row[:, None] < first_row[None, :], logits, float("-inf"))
         values = load_rows(value_mean_ptr, of_cluster, offs_column, mask_column, DV)  # [COLUMNS, DV]
         response = dot(grad_out, tl.trans(values), ACC)  # [ROWS, COLUMNS]
@@ -219,25 +229,30 @@ def _keys_backward_to_queries(
     delta = tl.load(delta_ptr + head * length + position, mask=mask_row, other=0.0)  # [ROWS]
     gradient = tl.zeros([ROWS, padded(D)], ACC)  # [ROWS, D]
     of_offset = tl.zeros([ROWS], ACC)
+    rounded = tl.zeros([ROWS, 16], ACC)  # [ROWS, 16], all columns equal
     key_head = head // shared_by
     key_order_ptr += key_head * seen_blocks * key_room
     list_ptr = lists_ptr + begin_of_list(head, number_of_tile, blocks, query_tiles, room, GROWS)
+    # [KEYS] each. (Where the next keys lie is known before it is their turn.)
+    next_at, next_row = load_listed(list_ptr, key_order_ptr, 0, pieces, KEYS)
     for first in range(0, pieces, KEYS // PIECE_SIZE):
-        # [KEYS] each
-        at, mask_key, first_row = load_listed(list_ptr, key_order_ptr, first, pieces, KEYS)
+        at, first_row = next_at, next_row
+        mask_key = at >= 0  # [KEYS]
         key = load_rows(keys_ptr, key_head * length, at, mask_key, D)  # [KEYS, D]
         value = load_rows(values_ptr, key_head * length, at, mask_key, DV)  # [KEYS, DV]
-        logits = dot(query, tl.trans(key), ACC) * SCALE  # [ROWS, KEYS]
-        # (Keys that do not exist have no row that attends to them.)
-        first_row = tl.where(mask_key, first_row, 255)  # [KEYS]
+        next_at, next_row = load_listed(list_ptr, key_order_ptr, first + KEYS // PIECE_SIZE, pieces, KEYS)
+        logits = dot(query, tl.trans(key), ACC)  # [ROWS, KEYS]
         logits = tl.where(offs_row[:, None] >= first_row[None, :], logits, float("-inf"))
-        response = dot(grad_out, tl.trans(value), ACC)  # [ROWS, KEYS]
-        d_logits = exp_of_less(logits, lse[:, None]) * (response - delta[:, None])  # [ROWS, KEYS]
-        rounded = d_logits.to(key.dtype)  # [ROWS, KEYS]
-        of_offset += tl.sum(d_logits - rounded.to(ACC), 1)
-        gradient = add_dot(rounded, key, gradient)
+        response = dot(grad_out, tl.trans(value), ACC) - delta[:, None]  # [ROWS, KEYS]
+        d_logits = exp_of_less(logits, lse[:, None], SCALE) * response  # [ROWS, KEYS]
+        of_offset += tl.sum(d_logits, 1)
+        d_logits = d_logits.to(key.dtype)
+        gradient = add_dot(d_logits, key, gradient)
+        # (Matrix units add what was rounded: to make it wide again takes as long as the exponentials.)
+        rounded = add_dot(d_logits, tl.full([KEYS, 16], 1.0, key.dtype), rounded)
     offs_d = tl.arange(0, padded(D))  # [D]
     offset = tl.load(key_offset_ptr + key_head * D + offs_d, mask=offs_d < D, other=0.0).to(ACC)  # [D]
+    of_offset -= tl.max(rounded, 1)
     gradient += of_offset[:, None] * offset[None, :]
     gradient = gradient * SCALE + load_rows(grad_queries_ptr, head * length, position, mask_row, D).to(ACC)
     store_rows(grad_queries_ptr, head * length, position, mask_row, gradient, D)

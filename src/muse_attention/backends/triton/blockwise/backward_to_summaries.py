@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import triton
 import triton.language as tl
 from torch import Tensor
 
 from muse_attention.backends.triton.blockwise.geometry import first_summary
 from muse_attention.backends.triton.blockwise.heads import Heads
-from muse_attention.backends.triton.blockwise.rows import SIZES_OF_COLUMNS, Residuals
-from muse_attention.backends.triton.blockwise.summaries import ColumnGradients, Columns
-from muse_attention.backends.triton.device_functions import add_dot, dot, exp_of_less, load_rows, store_rows
+from muse_attention.backends.triton.blockwise.rows import SIZES_OF_COLUMNS, Residuals, RowSoftmax
+from muse_attention.backends.triton.blockwise.summaries import ColumnGradients, Columns, load_numbers
+from muse_attention.backends.triton.device_functions import (
+    add_dot,
+    dot,
+    exp_of_less,
+    load_pairs,
+    load_rows,
+    store_rows,
+)
 from muse_attention.backends.triton.numbers import cdiv, padded
 from muse_attention.backends.triton.runtime.launching import kernel
 
@@ -23,16 +31,17 @@ BY_REGISTERS = {128: {"COLUMNS": 32}, 256: {"COLUMNS": 32, "num_warps": 8}}
 
 
 def find_gradients_of_summaries(
-    of_softmax: dict[str, Tensor], heads: Heads, residuals: Residuals, columns: Columns, first_rows: Tensor
+    grad_out: Tensor, of_rows: RowSoftmax, heads: Heads, residuals: Residuals, columns: Columns, first_rows: Tensor
 ) -> ColumnGradients:
-    """`of_softmax` is what `gradient_of_softmax` returns, with the `delta` of summaries."""
+    """`grad_out` is (H, N, Dv)."""
     order, geometry = heads.order, heads.geometry
     config = geometry.config
     gradients = ColumnGradients.new(columns)
     launch = heads.fit(TO_SUMMARIES, BY_REGISTERS)
     centroids = geometry.generations.number * config.query_clusters
     _far_backward_to_summaries[(cdiv(geometry.columns, launch["COLUMNS"]), centroids, geometry.heads)](
-        **of_softmax, **residuals.arguments, **columns.of_logits, query_order_ptr=order.queries,
+        grad_out_ptr=grad_out, of_summaries_ptr=of_rows.of_summaries, residuals_ptr=residuals.residuals,
+        width_ptr=residuals.width, **columns.arguments, query_order_ptr=order.queries,
         tile_begin_ptr=order.query_tile_begin, tile_info_ptr=order.query_tile_info,
         tiles_before_ptr=order.query_tiles_before, first_rows_ptr=first_rows, **gradients.arguments,
         **geometry.sizes(*SIZES_OF_COLUMNS), IS_CAUSAL=geometry.is_causal, SECOND_ORDER=config.uses_second_order,
@@ -42,24 +51,28 @@ def find_gradients_of_summaries(
     return gradients
 
 
+@triton.jit
+def _rows_of_tile(number, tiles, rows_of_last, TILE: tl.constexpr):
+    """Rows of one of the tiles of a cluster, all of which but the last are full; 0 after it."""
+    return tl.where(number < tiles - 1, TILE, tl.where(number < tiles, rows_of_last, 0))
+
+
 @kernel(stage="attention to summaries", do_not_specialize=SIZES_OF_COLUMNS)
 def _far_backward_to_summaries(
-    grad_out_ptr, lse_ptr, delta_ptr, residuals_ptr, shift_ptr, width_ptr, log_mass_ptr, key_mean_ptr, value_mean_ptr,
-    deviation_ptr, most_ptr, query_order_ptr, tile_begin_ptr, tile_info_ptr, tiles_before_ptr, first_rows_ptr,
-    grad_log_mass_ptr, grad_key_mean_ptr, grad_value_mean_ptr, length, block_size, blocks, seen_blocks, query_clusters,
-    key_clusters, summarised, query_tiles, shared_by, IS_CAUSAL: tl.constexpr, SECOND_ORDER: tl.constexpr,
-    IS_FROZEN: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, D: tl.constexpr,
-    DV: tl.constexpr, ACC: tl.constexpr,
+    grad_out_ptr, of_summaries_ptr, residuals_ptr, width_ptr, numbers_ptr, key_mean_ptr, value_mean_ptr,
+    query_order_ptr, tile_begin_ptr, tile_info_ptr, tiles_before_ptr, first_rows_ptr, grad_log_mass_ptr,
+    grad_key_mean_ptr, grad_value_mean_ptr, length, block_size, blocks, seen_blocks, query_clusters, key_clusters,
+    summarised, query_tiles, IS_CAUSAL: tl.constexpr, SECOND_ORDER: tl.constexpr, IS_FROZEN: tl.constexpr,
+    TILE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """Some columns, as one query cluster of one generation sees them.
 
-    Grid: (columns / COLUMNS, S Q, H). `delta_ptr`: (H, nb B); `tiles_before_ptr`: (H, nb, Q + 1) int32; `grad_*_ptr` as
-    the columns; the others as in `_columns_backward_to_queries`.
+    Grid: (columns / COLUMNS, S Q, H). `of_summaries_ptr` as in `RowSoftmax`; `tiles_before_ptr`: (H, nb, Q + 1) int32;
+    `grad_*_ptr` as the columns; the others as in `_columns_backward_to_queries`.
     """
     # (Generations with most queries come first.)
     row, head = tl.num_programs(1) - 1 - tl.program_id(1), tl.program_id(2).to(tl.int64)
     generation, cluster = row // query_clusters, row % query_clusters
-    key_head = head // shared_by
     first = tl.program_id(0) * COLUMNS
     if IS_CAUSAL:
         end_block = tl.minimum(2 << generation, blocks)
@@ -74,11 +87,7 @@ def _far_backward_to_summaries(
     of_slot = ((head * query_clusters + cluster) * summarised + slot) * key_clusters
     means = load_rows(key_mean_ptr, of_slot, offs_column, mask_column, D)  # [COLUMNS, D]
     values = load_rows(value_mean_ptr, of_slot, offs_column, mask_column, DV)  # [COLUMNS, DV]
-    masses = tl.load(log_mass_ptr + of_slot + offs_column, mask=mask_column, other=float("-inf"))  # [COLUMNS]
-    if SECOND_ORDER:
-        deviations = tl.load(deviation_ptr + of_slot + offs_column, mask=mask_column, other=0.0)  # [COLUMNS]
-        ptrs = most_ptr + key_head * seen_blocks * key_clusters + offs_column  # [COLUMNS]
-        most = tl.load(ptrs, mask=mask_column, other=0.0)  # [COLUMNS]
+    masses, deviations, most, _ = load_numbers(numbers_ptr, of_slot, offs_column, mask_column)  # [COLUMNS] each
     d_means = tl.zeros([COLUMNS, padded(D)], ACC)  # [COLUMNS, D]
     d_values = tl.zeros([COLUMNS, padded(DV)], ACC)  # [COLUMNS, DV]
     d_mass = tl.zeros([COLUMNS], ACC)
@@ -90,19 +99,21 @@ def _far_backward_to_summaries(
         tiles -= first_tile
         block = offs_column // key_clusters  # [COLUMNS]
         is_seen = block < own_block if IS_CAUSAL else block != own_block  # [COLUMNS]
-        # The tiles of a cluster follow each other, and all but the last are full.
+        # (The tiles of a cluster follow each other.)
         tile = of_block * query_tiles + first_tile
         begin = head * blocks * block_size + tl.load(tile_begin_ptr + tile, mask=tiles > 0, other=0)
         rows_of_last = tl.load(tile_info_ptr + tile + tiles - 1, mask=tiles > 0, other=0) & 255
+        # (Where the next rows lie is known before it is their turn.)
+        next_mask = offs_row < _rows_of_tile(0, tiles, rows_of_last, TILE)  # [ROWS]
+        next_position = tl.load(query_order_ptr + begin + offs_row, mask=next_mask, other=0)  # [ROWS]
         for number_of_tile in range(0, tiles):
-            mask_row = offs_row < tl.where(number_of_tile == tiles - 1, rows_of_last, TILE)  # [ROWS]
+            mask_row, position = next_mask, next_position
             place = begin + number_of_tile * TILE
-            position = tl.load(query_order_ptr + place + offs_row, mask=mask_row, other=0)  # [ROWS]
+            next_mask = offs_row < _rows_of_tile(number_of_tile + 1, tiles, rows_of_last, TILE)  # [ROWS]
+            next_position = tl.load(query_order_ptr + place + TILE + offs_row, mask=next_mask, other=0)  # [ROWS]
             residual = load_rows(residuals_ptr, place, offs_row, mask_row, D)  # [ROWS, D]
-            shift = tl.load(shift_ptr + place + offs_row, mask=mask_row, other=0.0)  # [ROWS]
             grad_out = load_rows(grad_out_ptr, head * length, position, mask_row, DV)  # [ROWS, DV]
-            lse = tl.load(lse_ptr + head * length + position, mask=mask_row, other=float("inf")) - shift  # [ROWS]
-            delta = tl.load(delta_ptr + place + offs_row, mask=mask_row, other=0.0)  # [ROWS]
+            lse, delta = load_pairs(of_summaries_ptr, place, offs_row, mask_row, float("inf"), 0.0)  # [ROWS] each
             wanted_ptrs = first_rows_ptr + (tile + number_of_tile) * seen_blocks * key_clusters + offs_column
             first_row = tl.load(wanted_ptrs, mask=mask_column & is_seen, other=0).to(tl.int32)  # [COLUMNS]
             # [COLUMNS, ROWS]

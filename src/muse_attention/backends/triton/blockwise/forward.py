@@ -24,25 +24,35 @@ from muse_attention.backends.triton.blockwise.rows import (
     visible_columns,
 )
 from muse_attention.backends.triton.blockwise.slopes import Slopes, load_slope
-from muse_attention.backends.triton.blockwise.summaries import Columns
-from muse_attention.backends.triton.device_functions import LOG2_E, add_dot, dot, exp_of_less, load_rows, store_rows
+from muse_attention.backends.triton.blockwise.summaries import Columns, load_numbers
+from muse_attention.backends.triton.device_functions import (
+    LOG2_E,
+    add_dot,
+    dot,
+    exp_of_less,
+    load_once,
+    load_rows,
+    store_rows,
+)
 from muse_attention.backends.triton.runtime.launching import kernel
 from muse_attention.core.expected_error import LARGEST_GROWTH
 from muse_attention.core.structures import Partial
 
 TO_COLUMNS = {
-    128: {"COLUMNS": 64, "num_warps": 4, "num_stages": 1, "maxnreg": 128},
+    128: {"COLUMNS": 64, "num_warps": 4, "num_stages": 2, "maxnreg": 168},
     256: {"COLUMNS": 64, "num_warps": 4, "num_stages": 1, "maxnreg": 168},
     512: {"COLUMNS": 32, "num_warps": 4, "num_stages": 1},
 }
 TO_KEYS = {
     128: {"KEYS": 128, "num_warps": 4, "num_stages": 2, "maxnreg": 168},
-    256: {"KEYS": 32, "num_warps": 4, "num_stages": 2},
+    256: {"KEYS": 64, "num_warps": 4, "num_stages": 2},
     512: {"KEYS": 32, "num_warps": 4, "num_stages": 1},
 }
 TO_COLUMNS_BY_REGISTERS = {128: {"COLUMNS": 32}, 256: {"num_warps": 8}}
 TO_KEYS_BY_REGISTERS = {128: {"KEYS": 64}}
 """What is different where matrix units read operands from registers."""
+_LOWEST = tl.constexpr(-3e38)
+"""Below all but -inf, the logit of a column that is not visible."""
 
 
 def attend(
@@ -66,8 +76,8 @@ def attend(
     shared = {"out_ptr": merged.out, "lse_ptr": merged.lse, "ROWS": geometry.rows, **heads.compiled}
     _attend_to_columns[(tiles, geometry.heads)](
         **residuals.arguments, **columns.arguments, **slopes.arguments, **order.of_queries, first_rows_ptr=first_rows,
-        **geometry.sizes(*SIZES_OF_COLUMNS), tolerance=config.tolerance, CAUTION=config.caution,
-        LARGEST_GROWTH=LARGEST_GROWTH, IS_CAUSAL=geometry.is_causal, IS_CHOSEN=is_chosen,
+        **geometry.sizes(*SIZES_OF_COLUMNS), mean_size=config.mean_bucket, tolerance=config.tolerance,
+        CAUTION=config.caution, LARGEST_GROWTH=LARGEST_GROWTH, IS_CAUSAL=geometry.is_causal, IS_CHOSEN=is_chosen,
         FIRST_ORDER=config.uses_first_order, SECOND_ORDER=config.uses_second_order, **shared,
         **heads.fit(TO_COLUMNS, TO_COLUMNS_BY_REGISTERS),
     )  # fmt: skip
@@ -88,10 +98,11 @@ def _expected_error(log_weight, sigma, CAUTION: tl.constexpr, LARGEST_GROWTH: tl
 
 
 @triton.jit
-def _include(logits, values, largest, total, weighted, ACC: tl.constexpr):
-    """Terms into the running softmax: the largest logit and the total, [ROWS], and the weighted values, [ROWS, DV]."""
-    larger = tl.maximum(largest, tl.max(logits, 1))  # [ROWS]
-    weights = exp_of_less(logits, larger[:, None])  # [ROWS, COLUMNS]
+def _include(logits, values, largest, total, weighted, SCALE: tl.constexpr):
+    """Terms into the running softmax, whose logits are yet to be multiplied by a scale: the largest logit and the
+    total, [ROWS], and the weighted values, [ROWS, DV]."""
+    larger = tl.maximum(largest, tl.max(logits, 1) * SCALE)  # [ROWS]
+    weights = exp_of_less(logits, larger[:, None], SCALE)  # [ROWS, COLUMNS]
     # (Of equal ones exactly 1: what is added without weight changes nothing.)
     kept = tl.exp2((largest - larger) * LOG2_E)  # [ROWS]
     total = total * kept + tl.sum(weights, 1)
@@ -99,14 +110,31 @@ def _include(logits, values, largest, total, weighted, ACC: tl.constexpr):
     return larger, total, weighted
 
 
-@kernel(stage="attention to summaries", do_not_specialize=[*SIZES_OF_COLUMNS, "tolerance"])
+@triton.jit
+def _first_row(is_wanted, ROWS: tl.constexpr):
+    """[COLUMNS]: the first row of [ROWS, COLUMNS] that wants each column, or 255.
+
+    Matrix units make one number of the answers of four rows, so that the minimum is over a quarter of the rows, most of
+    them in one thread. It takes half as long as a minimum over all.
+    """
+    FOURS: tl.constexpr = max(16, ROWS // 4)
+    offs_row, offs_four = tl.arange(0, ROWS), tl.arange(0, FOURS)  # [ROWS], [FOURS]
+    bit = tl.where(offs_row[:, None] // 4 == offs_four[None, :], 1 << (offs_row[:, None] % 4), 0)  # [ROWS, FOURS]
+    bits = tl.dot(tl.trans(tl.where(is_wanted, 1.0, 0.0).to(tl.float16)), bit.to(tl.float16)).to(
+        tl.int32
+    )  # [COLUMNS, FOURS]
+    first = tl.where(bits % 2 > 0, 0, tl.where(bits % 4 > 0, 1, tl.where(bits % 8 > 0, 2, 3)))  # [COLUMNS, FOURS]
+    return tl.min(tl.where(bits > 0, offs_four[None, :] * 4 + first, 255), 1)
+
+
+@kernel(stage="attention to summaries", do_not_specialize=[*SIZES_OF_COLUMNS, "mean_size", "tolerance"])
 def _attend_to_columns(
-    residuals_ptr, shift_ptr, width_ptr, log_mass_ptr, key_mean_ptr, value_mean_ptr, deviation_ptr, feared_ptr,
-    most_ptr, worth_ptr, slope_ptr, slope_deviation_ptr, query_order_ptr, tile_begin_ptr, tile_info_ptr, first_rows_ptr,
-    out_ptr, lse_ptr, length, block_size, blocks, seen_blocks, query_clusters, key_clusters, summarised, query_tiles,
-    shared_by, tolerance, LARGEST_REACH: tl.constexpr, CAUTION: tl.constexpr, LARGEST_GROWTH: tl.constexpr,
-    IS_CAUSAL: tl.constexpr, IS_CHOSEN: tl.constexpr, FIRST_ORDER: tl.constexpr, SECOND_ORDER: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, ACC: tl.constexpr,
+    residuals_ptr, shift_ptr, width_ptr, numbers_ptr, key_mean_ptr, value_mean_ptr, slope_ptr, slope_deviation_ptr,
+    query_order_ptr, tile_begin_ptr, tile_info_ptr, first_rows_ptr, out_ptr, lse_ptr, length, block_size, blocks,
+    seen_blocks, query_clusters, key_clusters, summarised, query_tiles, mean_size, tolerance,
+    LARGEST_REACH: tl.constexpr, CAUTION: tl.constexpr, LARGEST_GROWTH: tl.constexpr, IS_CAUSAL: tl.constexpr,
+    IS_CHOSEN: tl.constexpr, FIRST_ORDER: tl.constexpr, SECOND_ORDER: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """Decide what a tile's queries retrieve, and attend to the summaries of all the rest.
 
@@ -131,7 +159,6 @@ def _attend_to_columns(
     shift = tl.load(shift_ptr + place + offs_row, mask=mask_row, other=0.0)  # [ROWS]
     width = tl.load(width_ptr + place + offs_row, mask=mask_row, other=0.0)  # [ROWS]
     of_cluster = first_column(head, own_block, cluster, query_clusters, key_clusters, summarised, IS_CAUSAL)
-    of_buckets = head // shared_by * seen_blocks * key_clusters
     first_rows_ptr += tile * seen_blocks * key_clusters
 
     # The running softmax begins with the own block. What the key offset adds is left out until the end.
@@ -142,46 +169,46 @@ def _attend_to_columns(
         top, mass = own_lse, tl.full([ROWS], 1.0, ACC)  # [ROWS], [ROWS]
         for first in range(0, columns, COLUMNS):
             offs_column, mask_column = visible_columns(first, columns, own_block, key_clusters, COLUMNS, IS_CAUSAL)
-            _, logits = score_columns(
-                residual, width, log_mass_ptr, key_mean_ptr, deviation_ptr, most_ptr, of_cluster, of_buckets,
-                offs_column, mask_column, SECOND_ORDER, D, ACC,
-            )  # fmt: skip
+            means = load_rows(key_mean_ptr, of_cluster, offs_column, mask_column, D)  # [COLUMNS, D]
+            masses, deviations, most, _ = load_numbers(numbers_ptr, of_cluster, offs_column, mask_column)
+            logits = score_columns(residual, width, means, masses, deviations, most, SECOND_ORDER, ACC)
             larger = tl.maximum(top, tl.max(logits, 1))  # [ROWS]
             mass = mass * tl.exp2((top - larger) * LOG2_E) + tl.sum(exp_of_less(logits, larger[:, None]), 1)
             top = larger
         judged_by = top + tl.log(mass)  # [ROWS]
         # Without caution, `exp(logit - lse) * sigma` reaches the tolerance where its logarithm does.
         least = judged_by + tl.log(tolerance) - tl.log(width)  # [ROWS]
-        least = tl.where(tolerance > 0, least, float("-inf"))
+        least = tl.where((tolerance > 0) & ~(least < _LOWEST), least, _LOWEST)
+        least = tl.where(mask_row, least, float("inf"))
 
     # 2. Decide on each, and attend to those that stay.
     largest, total = own_lse, tl.full([ROWS], 1.0, ACC)  # [ROWS], [ROWS]
     weighted = load_rows(out_ptr, head * length, position, mask_row, DV).to(ACC)  # [ROWS, DV]
     for first in range(0, columns, COLUMNS):
         offs_column, mask_column = visible_columns(first, columns, own_block, key_clusters, COLUMNS, IS_CAUSAL)
-        _, logits = score_columns(
-            residual, width, log_mass_ptr, key_mean_ptr, deviation_ptr, most_ptr, of_cluster, of_buckets, offs_column,
-            mask_column, SECOND_ORDER, D, ACC,
-        )  # fmt: skip
+        means = load_rows(key_mean_ptr, of_cluster, offs_column, mask_column, D)  # [COLUMNS, D]
+        masses, deviations, most, fear = load_numbers(numbers_ptr, of_cluster, offs_column, mask_column)
+        logits = score_columns(residual, width, means, masses, deviations, most, SECOND_ORDER, ACC)
         if IS_CHOSEN:
-            first_row = tl.load(first_rows_ptr + offs_column, mask=mask_column, other=255).to(tl.int32)  # [COLUMNS]
+            first_row = load_once(first_rows_ptr + offs_column, mask_column, 255).to(tl.int32)  # [COLUMNS]
         else:
-            feared = tl.load(feared_ptr + of_cluster + offs_column, mask=mask_column, other=0.0)  # [COLUMNS]
-            worth = tl.load(worth_ptr + of_buckets + offs_column, mask=mask_column, other=0.0)  # [COLUMNS]
             if CAUTION > 0:
+                # (`n` keys are `exp(most^2 / 2)`.)
+                worth = tl.sqrt(mean_size) * tl.exp2(-0.25 * LOG2_E * most * most)  # [COLUMNS]
+                feared = tl.exp2(fear * LOG2_E) / worth  # [COLUMNS]
                 # [ROWS, COLUMNS]
                 error = _expected_error(
                     logits - judged_by[:, None], width[:, None] * feared[None, :], CAUTION, LARGEST_GROWTH
                 )
                 is_wanted = error * worth[None, :] >= tolerance  # [ROWS, COLUMNS]
+                is_wanted &= (logits > float("-inf")) & mask_row[:, None]
             else:
-                is_wanted = logits + tl.log(feared * worth)[None, :] >= least[:, None]  # [ROWS, COLUMNS]
-            is_wanted &= (logits > float("-inf")) & mask_row[:, None]
-            first_row = tl.min(tl.where(is_wanted, offs_row[:, None], 255), 0)  # [COLUMNS]
+                is_wanted = logits + fear[None, :] >= least[:, None]  # [ROWS, COLUMNS]
+            first_row = _first_row(is_wanted, ROWS)  # [COLUMNS]
             tl.store(first_rows_ptr + offs_column, first_row.to(tl.uint8), mask=offs_column < columns)
         logits = tl.where(offs_row[:, None] < first_row[None, :], logits, float("-inf"))
         values = load_rows(value_mean_ptr, of_cluster, offs_column, mask_column, DV)  # [COLUMNS, DV]
-        largest, total, weighted = _include(logits, values, largest, total, weighted, ACC)
+        largest, total, weighted = _include(logits, values, largest, total, weighted, 1.0)
     if FIRST_ORDER:
         _, _, gain = load_slope(
             slope_ptr, slope_deviation_ptr, head * blocks + own_block, residual, width, LARGEST_REACH, D, DV, ACC
@@ -224,13 +251,12 @@ def _attend_to_keys(
     list_ptr = lists_ptr + begin_of_list(head, number_of_tile, blocks, query_tiles, room, GROWS)
     for first in range(0, pieces, KEYS // PIECE_SIZE):
         # [KEYS] each
-        at, mask_key, first_row = load_listed(list_ptr, key_order_ptr, first, pieces, KEYS)
+        at, first_row = load_listed(list_ptr, key_order_ptr, first, pieces, KEYS)
+        mask_key = at >= 0  # [KEYS]
         key = load_rows(keys_ptr, key_head * length, at, mask_key, D)  # [KEYS, D]
         value = load_rows(values_ptr, key_head * length, at, mask_key, DV)  # [KEYS, DV]
-        logits = dot(query, tl.trans(key), ACC) * SCALE  # [ROWS, KEYS]
-        # (Keys that do not exist have no row that attends to them.)
-        first_row = tl.where(mask_key, first_row, 255)  # [KEYS]
+        logits = dot(query, tl.trans(key), ACC)  # [ROWS, KEYS]
         logits = tl.where(offs_row[:, None] >= first_row[None, :], logits, float("-inf"))
-        largest, total, weighted = _include(logits, value, largest, total, weighted, ACC)
+        largest, total, weighted = _include(logits, value, largest, total, weighted, SCALE)
     store_rows(out_ptr, head * length, position, mask_row, weighted / total[:, None], DV)
     tl.store(lse_ptr + head * length + position, largest + tl.log(total), mask=mask_row)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from muse_attention.backends.triton.blockwise.geometry import PIECE, Geometry
 from muse_attention.backends.triton.blockwise.sorting import Order
+from muse_attention.backends.triton.device_functions import load_once
 from muse_attention.backends.triton.numbers import cdiv, power_of_two
 from muse_attention.backends.triton.runtime.launching import kernel
 
@@ -160,15 +161,15 @@ def _list_pieces_of_tile(
 
 @triton.jit
 def load_listed(list_ptr, key_order_ptr, begin, number, KEYS: tl.constexpr):
-    """Of the keys of listed pieces from `begin` on, [KEYS] each: their positions, whether they exist, and the first row
-    that attends to them. `number` is that of all pieces."""
+    """Of the keys of listed pieces from `begin` on, [KEYS] each: their positions, negative where there is no key, and
+    the first row that attends to them, 255 where there is none. `number` is that of all pieces."""
     offs_key = tl.arange(0, KEYS)  # [KEYS]
     offs_piece = begin + offs_key // PIECE_SIZE  # [KEYS]
     mask_piece = offs_piece < number  # [KEYS]
     entry = tl.load(list_ptr + offs_piece, mask=mask_piece, other=255)  # [KEYS]
     place = (entry >> 8) * PIECE_SIZE + offs_key % PIECE_SIZE  # [KEYS]
-    position = tl.load(key_order_ptr + place, mask=mask_piece, other=-1)  # [KEYS]
-    return position, position >= 0, entry & 255
+    position = load_once(key_order_ptr + place, mask_piece, -1)  # [KEYS]
+    return position, tl.where(position >= 0, entry & 255, 255)
 
 
 def list_tiles(first_rows: Tensor, order: Order, geometry: Geometry) -> dict[str, Any]:

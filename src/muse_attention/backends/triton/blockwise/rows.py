@@ -18,7 +18,6 @@ from muse_attention.core.precision import compute_dtype
 _SIZES = ("length", "block_size", "blocks", "query_clusters", "generations", "query_tiles", "shared_by")
 SIZES_OF_COLUMNS = (
     "length", "block_size", "blocks", "seen_blocks", "query_clusters", "key_clusters", "summarised", "query_tiles",
-    "shared_by",
 )  # fmt: skip
 """What a kernel takes of `Geometry.sizes` to find the columns of a tile."""
 
@@ -33,6 +32,27 @@ class Residuals:
     """(H, nb B): what the offset of keys, which means of keys lack, adds to all logits of a query"""
     width: Tensor
     """(H, nb B): norms of the residuals in units of the spread of keys"""
+
+    @property
+    def arguments(self) -> dict[str, Tensor]:
+        """As kernels take them."""
+        return {f"{name}_ptr": table for name, table in vars(self).items()}
+
+
+@dataclass(frozen=True)
+class RowSoftmax:
+    """What the gradients of keys and of summaries need of each query, in the order of places: pairs of its lse, less
+    what its logits lack, and its `delta`. Not written where a query sees no other block."""
+
+    of_keys: Tensor
+    """(H, nb B, 2)"""
+    of_summaries: Tensor
+    """(H, nb B, 2): the lse less the shift; all summaries gain the same by a slope, which `delta` is less"""
+
+    @classmethod
+    def new(cls, residuals: Residuals) -> RowSoftmax:
+        shape = (*residuals.width.shape, 2)
+        return cls(residuals.width.new_empty(shape), residuals.width.new_empty(shape))
 
     @property
     def arguments(self) -> dict[str, Tensor]:
@@ -118,20 +138,14 @@ def visible_columns(first, columns, own_block, key_clusters, COLUMNS: tl.constex
 
 @triton.jit
 def score_columns(
-    residual, width, log_mass_ptr, key_mean_ptr, deviation_ptr, most_ptr, of_cluster, of_buckets, offs_column,
-    mask_column, SECOND_ORDER: tl.constexpr, D: tl.constexpr, ACC: tl.constexpr,
+    residual, width, means, masses, deviations, most, SECOND_ORDER: tl.constexpr, ACC: tl.constexpr
 ):  # fmt: skip
-    """Means of the keys of columns, [COLUMNS, D], and the logits of the queries against them, [ROWS, COLUMNS], without
-    what the key offset adds."""
-    means = load_rows(key_mean_ptr, of_cluster, offs_column, mask_column, D)  # [COLUMNS, D]
-    masses = tl.load(log_mass_ptr + of_cluster + offs_column, mask=mask_column, other=float("-inf"))  # [COLUMNS]
-    # [ROWS, COLUMNS]
+    """[ROWS, COLUMNS]: logits of the queries against columns, without what the key offset adds, by the means of their
+    keys, [COLUMNS, D], and what `load_numbers` returns."""
     logits = dot(residual, tl.trans(means), ACC) + masses[None, :]
     if SECOND_ORDER:
-        deviations = tl.load(deviation_ptr + of_cluster + offs_column, mask=mask_column, other=0.0)  # [COLUMNS]
-        most = tl.load(most_ptr + of_buckets + offs_column, mask=mask_column, other=0.0)  # [COLUMNS]
         # `sigma^2 / 2` up to `most`, and from there on the line that continues it: so few keys cannot have more.
         sigma = width[:, None] * deviations[None, :]  # [ROWS, COLUMNS]
         within = tl.minimum(sigma, most[None, :])  # [ROWS, COLUMNS]
         logits += within * (sigma - 0.5 * within)
-    return means, logits
+    return logits

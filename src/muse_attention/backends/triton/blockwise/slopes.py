@@ -21,7 +21,7 @@ from muse_attention.backends.triton.blockwise.geometry import (
     generation_of_slot,
 )
 from muse_attention.backends.triton.blockwise.heads import Heads
-from muse_attention.backends.triton.blockwise.summaries import summarise
+from muse_attention.backends.triton.blockwise.summaries import load_numbers, summarise
 from muse_attention.backends.triton.device_functions import (
     LOG2_E,
     add_dot,
@@ -105,8 +105,8 @@ def find_slopes(heads: Heads, key_assignment: Tensor, slopes: Slopes) -> None:
     of_slots = {"sums_ptr": sums, "largest_ptr": largest, "total_ptr": total, "moment_ptr": moment}
     _sum_slopes_of_part[(_PARTS, *reversed(slots))](
         keys_ptr=keys, values_ptr=values, key_assignment_ptr=key_assignment, centres_ptr=centres,
-        key_offset_ptr=heads.key_offset, log_mass_ptr=columns.log_mass, key_mean_ptr=columns.key_mean,
-        deviation_ptr=columns.deviation, **of_slots, **geometry.sizes(*_OF_SUMS), IS_CAUSAL=geometry.is_causal,
+        key_offset_ptr=heads.key_offset, numbers_ptr=columns.numbers, key_mean_ptr=columns.key_mean, **of_slots,
+        **geometry.sizes(*_OF_SUMS), IS_CAUSAL=geometry.is_causal,
         KP=padded(geometry.config.key_clusters), **heads.compiled, **heads.fit(SUM_SLOPES),
     )  # fmt: skip
     _add_slopes_of_blocks[(cdiv(head_dim, _DIMS), geometry.blocks, geometry.heads)](
@@ -132,8 +132,8 @@ def _find_centre(
 
 @kernel(stage="summaries", do_not_specialize=_OF_SUMS)
 def _sum_slopes_of_part(
-    keys_ptr, values_ptr, key_assignment_ptr, centres_ptr, key_offset_ptr, log_mass_ptr, key_mean_ptr, deviation_ptr,
-    sums_ptr, largest_ptr, total_ptr, moment_ptr, length, block_size, key_clusters, generations, summarised, shared_by,
+    keys_ptr, values_ptr, key_assignment_ptr, centres_ptr, key_offset_ptr, numbers_ptr, key_mean_ptr, sums_ptr,
+    largest_ptr, total_ptr, moment_ptr, length, block_size, key_clusters, generations, summarised, shared_by,
     IS_CAUSAL: tl.constexpr, KP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, KEYS: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """Products of some keys of a block, less the means of their buckets, with their values, with weights relative to
@@ -154,12 +154,11 @@ def _sum_slopes_of_part(
     offset = tl.load(key_offset_ptr + key_head * D + offs_d, mask=offs_d < D, other=0.0).to(ACC)  # [D]
     of_slot = (head * summarised + slot) * key_clusters
     offs_cluster = tl.arange(0, KP)
-    masses = tl.load(log_mass_ptr + of_slot + offs_cluster, mask=offs_cluster < key_clusters, other=float("-inf"))
+    masses, deviations, _, _ = load_numbers(numbers_ptr, of_slot, offs_cluster, offs_cluster < key_clusters)
     largest = tl.max(masses, 0)
     shift = tl.where(largest == float("-inf"), 0.0, largest)
     if part == 0:
         shares = exp_of_less(masses, shift)  # [KP]
-        deviations = tl.load(deviation_ptr + of_slot + offs_cluster, mask=offs_cluster < key_clusters, other=0.0)
         at = head * summarised + slot
         tl.store(largest_ptr + at, largest)
         tl.store(total_ptr + at, tl.sum(shares, 0))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -37,31 +38,19 @@ _SIZES = ("length", "seen_blocks", "key_clusters", "generations", "summarised", 
 class Columns:
     """Summaries of all blocks that each generation may see, by query cluster. An empty bucket has log-mass -inf."""
 
-    log_mass: Tensor
-    """(H, Q, T, K)"""
+    numbers: Tensor
+    """(H, Q, T, K, 4): the log-mass; the *deviation*, the square root of the spread of the keys under the summary's
+    weights; the *most* that a deviation can matter, `sqrt(2 log n)` of `n` keys; and the *fear*, the logarithm of
+    `feared / sqrt(n / mean n)`: the deviation, at least that of a share of the plain spread, by what the keys cost"""
     key_mean: Tensor
     """(H, Q, T, K, D), less the key offset"""
     value_mean: Tensor
     """(H, Q, T, K, Dv)"""
-    deviation: Tensor
-    """(H, Q, T, K): square root of the spread of the keys under the summary's weights"""
-    feared: Tensor
-    """(H, Q, T, K): the same, at least that of some share of the plain spread"""
-    most: Tensor
-    """(G, seen blocks, K): `sqrt(2 log n)` of `n` keys"""
-    worth: Tensor
-    """(G, seen blocks, K): `1 / sqrt(n / mean n)`"""
 
     @property
     def arguments(self) -> dict[str, Tensor]:
         """As kernels take them."""
         return {f"{name}_ptr": table for name, table in vars(self).items()}
-
-    @property
-    def of_logits(self) -> dict[str, Tensor]:
-        """As kernels take what tells logits and values."""
-        names = ("log_mass", "key_mean", "value_mean", "deviation", "most")
-        return {f"{name}_ptr": getattr(self, name) for name in names}
 
 
 @dataclass(frozen=True)
@@ -76,7 +65,7 @@ class ColumnGradients:
     def new(cls, columns: Columns) -> ColumnGradients:
         dtype = gradient_dtype(columns.key_mean.dtype)
         return cls(
-            torch.empty_like(columns.log_mass),
+            columns.numbers.new_empty(columns.numbers.shape[:-1]),
             torch.empty_like(columns.key_mean, dtype=dtype),
             torch.empty_like(columns.value_mean, dtype=dtype),
         )
@@ -92,16 +81,10 @@ def summarise(heads: Heads, centroids: Tensor) -> Columns:
     config, generations = geometry.config, geometry.generations
     clusters = centroids.shape[2]
     shape = (geometry.heads, clusters, generations.summarised_blocks, config.key_clusters)
-    log_mass = keys.new_empty(shape, dtype=compute_dtype(keys.dtype))
-    of_buckets = (geometry.key_heads, geometry.seen_blocks, config.key_clusters)
     columns = Columns(
-        log_mass,
+        keys.new_empty(*shape, 4, dtype=compute_dtype(keys.dtype)),
         keys.new_empty(*shape, keys.shape[-1]),
         keys.new_empty(*shape, heads.values.shape[-1]),
-        torch.empty_like(log_mass),
-        torch.empty_like(log_mass),
-        log_mass.new_empty(of_buckets),
-        log_mass.new_empty(of_buckets),
     )
     launch = heads.fit(SUMMARISE)
     chunks = cdiv(generations.number * clusters, launch["ROWS"])
@@ -114,13 +97,28 @@ def summarise(heads: Heads, centroids: Tensor) -> Columns:
     return columns
 
 
+@triton.jit
+def load_numbers(numbers_ptr, first, offs_column, mask_column):
+    """[COLUMNS] each: log-masses, deviations, most and fear of columns `first + offs_column`, as in `Columns`. What is
+    masked has no mass and is not feared. Loaded once, as by `load_once`."""
+    COLUMNS: tl.constexpr = offs_column.shape[0]
+    offs = tl.arange(0, 4)[None, :]  # [1, 4]
+    ptrs = numbers_ptr + first * 4 + offs_column[:, None] * 4 + offs  # [COLUMNS, 4]
+    other = tl.where((offs == 0) | (offs == 3), float("-inf"), 0.0).to(numbers_ptr.dtype.element_ty)  # [1, 4]
+    other = tl.broadcast_to(other, (COLUMNS, 4))
+    numbers = tl.reshape(tl.load(ptrs, mask=mask_column[:, None], other=other), (COLUMNS, 2, 2))
+    even, odd = tl.split(numbers)  # [COLUMNS, 2] each
+    masses, most = tl.split(even)
+    deviations, fear = tl.split(odd)
+    return masses, deviations, most, fear
+
+
 @kernel(stage="summaries", do_not_specialize=[*_SIZES, "query_clusters", "mean_size"])
 def _summarise_bucket(
-    keys_ptr, values_ptr, centroids_ptr, key_offset_ptr, key_order_ptr, key_starts_ptr, key_sizes_ptr, log_mass_ptr,
-    key_mean_ptr, value_mean_ptr, deviation_ptr, feared_ptr, most_ptr, worth_ptr, length, seen_blocks, query_clusters,
-    key_clusters, generations, summarised, key_room, shared_by, mean_size, LEAST_PLAIN: tl.constexpr,
-    IS_CAUSAL: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    ACC: tl.constexpr,
+    keys_ptr, values_ptr, centroids_ptr, key_offset_ptr, key_order_ptr, key_starts_ptr, key_sizes_ptr, numbers_ptr,
+    key_mean_ptr, value_mean_ptr, length, seen_blocks, query_clusters, key_clusters, generations, summarised, key_room,
+    shared_by, mean_size, LEAST_PLAIN: tl.constexpr, IS_CAUSAL: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """One bucket, as some of the query centroids that may see it do.
 
@@ -194,10 +192,7 @@ def _summarise_bucket(
     plain = finite_square(plain_moment / tl.maximum(size, 1) - tl.sum(plain_sum * plain_sum, 0)) / D
     spread = tl.where(size > 1, spread, 0.0)
     plain = tl.where(size > 1, plain, 0.0)
-    if (first_row == first_generation * query_clusters) & (head % shared_by == 0):
-        number = tl.maximum(size, 1).to(ACC)
-        tl.store(most_ptr + of_bucket, tl.sqrt(2.0 * tl.log(number)))
-        tl.store(worth_ptr + of_bucket, tl.sqrt(mean_size / number))
+    number = tl.maximum(size, 1).to(ACC)
 
     # 3. Rows are (generation, query cluster).
     generation = (first_row + offs_row) // query_clusters  # [ROWS]
@@ -206,10 +201,14 @@ def _summarise_bucket(
     offs = (cluster * summarised + slot) * key_clusters + key_cluster  # [ROWS]
     of_head = head * query_clusters * summarised * key_clusters
     mass = tl.where(is_empty, float("-inf"), largest + tl.log(total))  # [ROWS]
-    tl.store(log_mass_ptr + of_head + offs, mass, mask=mask_row)
-    tl.store(deviation_ptr + of_head + offs, tl.sqrt(spread), mask=mask_row)
     feared = tl.sqrt(tl.maximum(spread, LEAST_PLAIN * plain))  # [ROWS]
-    tl.store(feared_ptr + of_head + offs, feared, mask=mask_row)
+    numbers_ptr += (of_head + offs) * 4  # [ROWS]
+    tl.store(numbers_ptr, mass, mask=mask_row)
+    tl.store(numbers_ptr + 1, tl.sqrt(spread), mask=mask_row)
+    tl.store(numbers_ptr + 2, tl.sqrt(2.0 * tl.log(number)) + tl.zeros([ROWS], ACC), mask=mask_row)
+    # (Finite: a tolerance of 0 is reached without any fear.)
+    fear = tl.maximum(tl.log(feared * tl.sqrt(mean_size / number)), -1e30)  # [ROWS]
+    tl.store(numbers_ptr + 3, fear, mask=mask_row)
     key_mean = tl.where(is_empty[:, None], 0.0, key_sum - offset[None, :])  # [ROWS, padded(D)]
     store_rows(key_mean_ptr, of_head, offs, mask_row, key_mean, D)
     store_rows(value_mean_ptr, of_head, offs, mask_row, value_sum * inverse[:, None], DV)
