@@ -14,12 +14,13 @@ from typing import NamedTuple
 from matplotlib import pyplot
 from matplotlib.ticker import FuncFormatter
 
-from docs_build.extension_runs import Kind, read_pair
+from docs_build.extension_runs import Kind, read_compared
 from docs_build.records import (
     DEFAULT,
     GPU,
     PAPER,
     QWEN,
+    QWEN_SMALL,
     SMOLLM2,
     Timing,
     read_timings,
@@ -33,9 +34,10 @@ _COLOURS = {DEFAULT: GREEN, PAPER: BLUE}
 _LABELS = {
     (DEFAULT, SMOLLM2): "{:.3g}x\ndefault,\nSmolLM2",
     (PAPER, SMOLLM2): "{:.3g}x\nthe paper's sizes,\nSmolLM2",
+    (DEFAULT, QWEN_SMALL): "{:.3g}x,\nQwen 0.5B",
     (DEFAULT, QWEN): "{:.3g}x, default, Qwen 1.5B",
 }
-"""By line: what stands to the right of its last point."""
+"""By line: what stands beside its last point."""
 
 
 class Speeds(NamedTuple):
@@ -53,6 +55,7 @@ def read_speeds() -> list[Speeds]:
     return [
         _speeds(DEFAULT, SMOLLM2, timings),
         _speeds(PAPER, SMOLLM2, timings),
+        _speeds(DEFAULT, QWEN_SMALL, of_qwen),
         _speeds(DEFAULT, QWEN, of_qwen),
     ]
 
@@ -84,9 +87,11 @@ def _draw_speeds(axes: pyplot.Axes, speeds: Sequence[Speeds]) -> None:
         axes.plot(*zip(*line.by_length.items(), strict=True), marker=marker, linewidth=2.4, color=colour)
         label = _LABELS[line.method, line.data]
         last, speedup = list(line.by_length.items())[-1]
+        below, above = (10, -5 if "\n" in label else -9), (-6, 16)
         axes.annotate(
             label.format(speedup),
-            *((last, speedup), (10, -5 if "\n" in label else -9)),
+            *((last, speedup), above if line.data == QWEN_SMALL else below),
+            ha="right" if line.data == QWEN_SMALL else "left",
             textcoords="offset points", va="center", color=colour, fontsize=10,
         )  # fmt: skip
     lengths = sorted({length for line in speeds for length in line.by_length})
@@ -143,5 +148,5 @@ def _range(speedups: Sequence[float]) -> str:
 
 
 if __name__ == "__main__":
-    speeds, trained = read_speeds(), read_pair()
+    speeds, trained = read_speeds(), read_compared()[:2]
     print(f"wrote {draw(speeds, trained)}: {describe(speeds, trained)}")

@@ -166,18 +166,16 @@ def test_readme_has_the_numbers_of_the_records() -> None:
 
 @needs_records
 def test_context_extension_has_the_numbers_of_the_records() -> None:
-    from docs_build.extension_runs import group, read_runs
-    from docs_build.extension_table import BEGIN, PAGE, make_tables
-    from docs_build.marked_tables import with_table
+    from docs_build.extension_table import PAGE, make_page
 
-    assert PAGE.read_text() == with_table(PAGE.read_text(), make_tables(group(read_runs())), BEGIN)
+    assert PAGE.read_text() == make_page(PAGE.read_text())
 
 
 @needs_records
 def test_pages_describe_the_pictures_of_the_records() -> None:
     from docs_build import extension_runs, quality_picture, speed_picture
 
-    described = speed_picture.describe(speed_picture.read_speeds(), extension_runs.read_pair())
+    described = speed_picture.describe(speed_picture.read_speeds(), extension_runs.read_compared()[:2])
     assert f"![{described}](docs/images/{speed_picture.PICTURE})" in (ROOT / "README.md").read_text()
     training = (ROOT / "docs" / "evidence" / "pretraining.md").read_text()
     assert f"![{quality_picture.describe()}](../images/{quality_picture.LOSSES})" in training
