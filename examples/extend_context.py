@@ -1,8 +1,7 @@
 """Extend the context of a pretrained model: a plain training loop, with MuSe or exact attention on the same tokens.
 
-    python examples/extend_context.py path/to/model path/to/texts --length 32k --tokens 64m --output out/muse
-    python examples/extend_context.py path/to/model path/to/texts --length 32k --tokens 64m --output out/exact \
-        --attention exact
+    python examples/extend_context.py path/to/model path/to/texts --length 32k --attention muse --output out/muse
+    python examples/extend_context.py path/to/model path/to/texts --length 32k --attention exact --output out/exact
 
 The base of the rotary embedding is raised, the model is trained on rows of the new length, and measured with exact
 attention: held-out loss by position, before and four times on the way. Texts are files, or folders of them; the last
@@ -226,23 +225,24 @@ def settings(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
-    parser.add_argument("model", help="folder of a model of transformers with rotary embeddings, or a name on the hub")
-    parser.add_argument("texts", nargs="+", help="files, or folders of them")
-    parser.add_argument("--attention", default="muse", help="muse, muse:paper, muse:Q8K32T0.1B2k, exact, ...")
-    parser.add_argument("--exact-tail", type=float, default=0, help="share of updates, the last, with exact attention")
-    parser.add_argument("--length", default="32k", help="tokens of a row")
-    parser.add_argument("--tokens", default="64m", help="to train on, all in all")
-    parser.add_argument("--compile", action="store_true", help="compile the layers, which share one graph")
-    parser.add_argument("--recompute", action="store_true", help="layers in backward, to keep less of them in memory")
-    parser.add_argument("--batch", type=int, default=4, help="rows of an update")
-    parser.add_argument("--lr", type=float, default=1e-4, help="peak of the learning rate")
-    parser.add_argument("--rope-base", type=float, help="of the rotary embedding; without it, raised with the length")
-    parser.add_argument("--held-out-rows", type=int, default=16, help="to measure the loss on")
-    parser.add_argument("--seed", type=int, default=0, help="of the order of rows")
-    parser.add_argument("--save-every", type=float, default=300, help="seconds between checkpoints")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--output", required=True, help="folder of the results")
+    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.description = str(__doc__).partition("\n")[0]
+    parser.add_argument("model", help="Model with rotary embeddings: a directory, or a name on the hub.")
+    parser.add_argument("texts", nargs="+", help="Text files, or directories of them.")
+    parser.add_argument("--attention", default="muse", help="muse, muse:paper, muse:Q8K32T0.05B2k, exact, ...")
+    parser.add_argument("--exact-tail", type=float, default=0, help="Share of updates at the end with exact attention.")
+    parser.add_argument("--length", default="32k", help="Row length in tokens; k means 1024.")
+    parser.add_argument("--tokens", default="64m", help="Training tokens, m for 2**20; texts with fewer are repeated.")
+    parser.add_argument("--compile", action="store_true", help="Compile the layers; they share one graph.")
+    parser.add_argument("--recompute", action="store_true", help="Recompute layers in backward, for less memory.")
+    parser.add_argument("--batch", type=int, default=4, help="Rows per update.")
+    parser.add_argument("--lr", type=float, default=1e-4, help="Peak learning rate.")
+    parser.add_argument("--rope-base", type=float, help="Rotary base; None raises it with the length.")
+    parser.add_argument("--held-out-rows", type=int, default=16, help="Maximum number of held-out rows.")
+    parser.add_argument("--seed", type=int, default=0, help="Random seed of the order of rows.")
+    parser.add_argument("--save-every", type=float, default=300, help="Seconds between checkpoints.")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda.")
+    parser.add_argument("--output", required=True, default=argparse.SUPPRESS, help="Output directory.")
     return parser.parse_args()
 
 
