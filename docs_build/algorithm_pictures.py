@@ -15,8 +15,8 @@ from matplotlib import pyplot
 from matplotlib.patches import Patch
 from torch import Tensor
 
-from docs_build.style import BLUE, GREEN, GREY, ORANGE, save
-from muse_attention import MuSeConfig
+from docs_build.style import BLUE, GREEN, GREY, ORANGE, WIDTH, save
+from muse_attention import MuSeConfig, find_clusters, muse_attention
 from muse_attention.backends.reference import Reference, reference_attention
 from muse_attention.core.generations import Generations
 from muse_attention.core.query_tiles import place_in_tiles
@@ -25,8 +25,9 @@ from muse_lab.synthetic import clustered_qkv
 LENGTH, QUERY = 512, 500
 BLOCKWISE, PAPER = MuSeConfig.parse("Q4K6T0.02B64,caution=0"), MuSeConfig.parse("QK6R2SP1B64")
 SHOWN_BLOCK = 3
+REPLACED_FROM = 224
+"""In the middle of a block."""
 BLOCKS_OF_GENERATIONS = 16
-WIDTH = 5.2
 OWN, RETRIEVED, OF_BUCKET, OF_CLUSTER = (
     "own block: exact",
     "retrieved: exact",
@@ -46,9 +47,14 @@ class Example(NamedTuple):
     reference: Reference
 
 
-def make_example(config: MuSeConfig) -> Example:
-    tensors = clustered_qkv(1, 1, LENGTH, 2, topics=10, spread=0.3, sharpness=2.0, seed=4)
+def make_data(seed: int = 4) -> tuple[Tensor, Tensor, Tensor]:
+    tensors = clustered_qkv(1, 1, LENGTH, 2, topics=10, spread=0.3, sharpness=2.0, seed=seed)
     query, key, value = (tensor.double() for tensor in tensors)
+    return query, key, value
+
+
+def make_example(config: MuSeConfig) -> Example:
+    query, key, value = make_data()
     reference = reference_attention(query, key, value, config, is_causal=True)
     return Example(query[0, 0], key[0, 0], value[0, 0], config, reference)
 
@@ -81,7 +87,7 @@ def draw_block_buckets(example: Example) -> None:
     axes.annotate(
         "", xy=reach.tolist(), xytext=(0, 0), arrowprops={"arrowstyle": "->", "linewidth": 1.6, "color": GREY}
     )
-    axes.text(*(reach * 1.05).tolist(), "query\ncentroid", fontsize=10, color=GREY, ha="center", va="bottom")
+    axes.text(0, -0.15, "query\ncentroid", fontsize=10, color=GREY, ha="center", va="top")
     axes.set_aspect("equal", adjustable="datalim")
     axes.axis("off")
     axes.legend(frameon=False, ncols=2, loc="lower center", bbox_to_anchor=(0.5, 1.0))
@@ -120,11 +126,10 @@ def draw_generations() -> None:
     generations = Generations(BLOCKS_OF_GENERATIONS, is_causal=True)
     figure, axes = pyplot.subplots(figsize=(WIDTH, 2.4))
     for generation in range(generations.number):
-        _shade(axes, 0, generations.past(generation), generation, BLUE)
-        served = [block for block in range(1, generations.blocks) if generations.of_block(block) == generation]
-        _shade(axes, served[0], len(served), generation, ORANGE)
-    for block in range(1, generations.blocks):
-        axes.axvline(block, color="white", linewidth=1)
+        for block in range(generations.past(generation)):
+            _shade(axes, block, 1, generation, BLUE)
+        for block in _served(generations, generation):
+            _shade(axes, block, 1, generation, ORANGE)
     axes.set_xlim(0, generations.blocks)
     axes.set_ylim(generations.number - 0.5, -0.5)
     axes.set_xticks([block + 0.5 for block in range(generations.blocks)], range(generations.blocks), fontsize=9)
@@ -150,7 +155,7 @@ def draw_softmax(example: Example) -> None:
             axes.barh(row, float(weight), left=left, color=COLOURS[kind], alpha=0.8, height=0.6)
             if weight > 0.05:
                 middle = left + float(weight) / 2
-                axes.text(middle, row, f"{float(weight):.2f}", ha="center", va="center", color="white")
+                axes.text(middle, row, f"{float(weight):.2f}".lstrip("0"), ha="center", va="center", color="white")
             left += float(weight)
         axes.text(-0.01, row, name, ha="right", va="center")
     axes.set_xlim(0, 1)
@@ -159,6 +164,64 @@ def draw_softmax(example: Example) -> None:
     axes.set_xlabel("share of the softmax of one query")
     _legend(axes, (OWN, RETRIEVED, OF_BUCKET), alpha=0.8)
     save(figure, "one-softmax.svg")
+
+
+def draw_what_never_changes() -> None:
+    """What another ending of the sequence changes: every part is computed twice and compared bit by bit."""
+    query, key, value = make_data()
+    changed = [
+        torch.cat((tensor[:, :, :REPLACED_FROM], other[:, :, REPLACED_FROM:]), 2)
+        for tensor, other in zip((query, key, value), make_data(seed=5), strict=True)
+    ]
+    both = (query, key, value), changed
+    before, after = (find_clusters(*tensors[:2], config=BLOCKWISE, is_causal=True) for tensors in both)
+    generations = Generations(BLOCKWISE.number_of_blocks(LENGTH), is_causal=True)
+    size = BLOCKWISE.block_size
+    blocks = [(block * size, size) for block in range(generations.seen_blocks)]
+    served = [_served(generations, generation) for generation in range(generations.number)]
+    rows = {
+        "tokens": _runs(_differs(key, changed[1])),
+        "clusters of keys": (blocks, _differs(before.key_centroids, after.key_centroids)),
+        "clusters of queries": (
+            [(part[0] * size, len(part) * size) for part in served],
+            _differs(before.query_centroids, after.query_centroids),
+        ),
+    }
+    for name, config in (("outputs", BLOCKWISE), ("outputs of the\npaper's method", PAPER)):
+        one, other = (muse_attention(*tensors, is_causal=True, config=config) for tensors in both)
+        rows[name] = _runs(_differs(one, other))
+    figure, axes = pyplot.subplots(figsize=(0.8 * WIDTH, 2.7))
+    for row, (places, differs) in enumerate(rows.values()):
+        for (start, width), is_changed in zip(places, differs.tolist(), strict=True):
+            colour = ORANGE if is_changed else BLUE
+            axes.barh(row, width, left=start, height=0.7, facecolor=colour, edgecolor="white", alpha=0.45)
+    axes.axvline(REPLACED_FROM, color="black", linewidth=1.2)
+    axes.set_xlim(0, LENGTH)
+    axes.set_xticks(range(0, LENGTH + 1, 2 * size))
+    axes.set_yticks(range(len(rows)), list(rows))
+    axes.invert_yaxis()
+    axes.tick_params(axis="y", length=0)
+    axes.spines["left"].set_visible(False)
+    axes.set_xlabel(f"position; a block has {size} tokens")
+    handles = [Patch(color=BLUE, alpha=0.45, label="the same bits"), Patch(color=ORANGE, alpha=0.45, label="changed")]
+    axes.legend(handles=handles, ncols=2, frameon=False, fontsize=10, loc="lower center", bbox_to_anchor=(0.3, 1.0))
+    save(figure, "what-never-changes.svg")
+
+
+def _differs(one: Tensor, other: Tensor) -> Tensor:
+    """(parts,) bool, of (1, 1, parts, ...)"""
+    return (one != other).flatten(3).any(-1)[0, 0]
+
+
+def _runs(differs: Tensor) -> tuple[list[tuple[int, int]], Tensor]:
+    """Begin and length of each run of equal tokens, and what it is."""
+    values, lengths = differs.unique_consecutive(return_counts=True)
+    begins = lengths.cumsum(0) - lengths
+    return list(zip(begins.tolist(), lengths.tolist(), strict=True)), values
+
+
+def _served(generations: Generations, generation: int) -> list[int]:
+    return [block for block in range(1, generations.blocks) if generations.of_block(block) == generation]
 
 
 def _retrieved_buckets(example: Example) -> Tensor:
@@ -272,6 +335,8 @@ if __name__ == "__main__":
     draw_what_a_query_sees(blockwise)
     draw_generations()
     draw_softmax(blockwise)
+    draw_what_never_changes()
     draw_clusters(of_paper)
     draw_buckets(of_paper)
-    print("wrote docs/images: block-buckets, what-a-query-sees, generations, one-softmax, clusters and buckets")
+    print("wrote docs/images: block-buckets, what-a-query-sees, generations, one-softmax, what-never-changes,")
+    print("clusters and buckets")

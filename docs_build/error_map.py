@@ -18,7 +18,7 @@ from matplotlib.colors import LogNorm
 from torch import Tensor
 
 from docs_build.records import RECORDS
-from docs_build.style import BLUE, GREEN, save
+from docs_build.style import BLUE, GREEN, WIDTH, save
 from muse_attention import exact_attention
 from muse_attention.fidelity import position_error
 from muse_attention.huggingface.capture import visit_layers
@@ -73,31 +73,31 @@ def measure(name: str) -> dict[str, Any]:
 
 
 def draw(document: dict[str, Any]) -> None:
-    """Two maps of layers and heads with one scale of colours, and the error against position."""
-    figure, (left, middle, right) = pyplot.subplots(
-        1, 3, figsize=(10, 3.8), width_ratios=(1, 1, 2), layout="constrained"
-    )
+    """Two maps of layers and heads with one scale of colours, and below them the error against position."""
+    figure = pyplot.figure(figsize=(WIDTH, 6.6), layout="constrained")
+    left, right, below = figure.subplot_mosaic([["left", "right"], ["below", "below"]], height_ratios=(5, 4)).values()
     maps = {label: torch.tensor(document["by_head"][label]) for label in ATTENTIONS}
     every = torch.cat([errors.flatten() for errors in maps.values()])
     norm = LogNorm(max(float(every.min()), 1e-5), float(every.max()))
-    for axes, (label, errors) in zip((left, middle), maps.items(), strict=True):
+    for axes, (label, errors) in zip((left, right), maps.items(), strict=True):
         image = axes.imshow(errors, norm=norm, cmap="magma_r", aspect="auto", origin="lower")
-        axes.set_title(f"{label}\nmean {float(errors.mean()):.2g}", fontsize=10)
+        axes.set_title(f"{label}\nmean {float(errors.mean()):.2g}", fontsize=11)
         axes.set_xlabel("head")
         axes.set_xticks(range(0, errors.shape[1], 2))
     left.set_ylabel("layer")
-    middle.set_yticks([])
-    figure.colorbar(image, ax=[left, middle], label="RSE")
+    right.set_yticks([])
+    figure.colorbar(image, ax=[left, right], label="RSE", format="{x:g}")
     length = document["settings"]["length"]
     at = (torch.arange(BINS) + 0.5) * length / BINS
     for label, errors in document["by_position"].items():
         seen = torch.tensor(errors)
-        right.plot(at[seen > 0], seen[seen > 0], color=_COLOURS[label], label=label, linewidth=2)
-    right.set_yscale("log")
-    right.set_xlim(0, length)
-    right.set_xlabel("position; the first block is exact")
-    right.set_ylabel("RSE, mean over all heads")
-    right.legend(frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1), ncols=2)
+        below.plot(at[seen > 0], seen[seen > 0], color=_COLOURS[label], label=label, linewidth=2)
+    below.set_yscale("log")
+    below.yaxis.set_major_formatter("{x:g}")
+    below.set_xlim(0, length)
+    below.set_xlabel("position; the first block is exact")
+    below.set_ylabel("RSE, mean over all heads")
+    below.legend(frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1), ncols=2)
     save(figure, "error-map.svg")
 
 

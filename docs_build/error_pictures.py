@@ -7,7 +7,7 @@ from matplotlib import pyplot
 from torch import Tensor
 
 from docs_build.records import DEFAULTS_OF_0_3, RECORDS, classify
-from docs_build.style import BLUE, GREEN, GREY, ORANGE, save
+from docs_build.style import BLUE, GREEN, GREY, ORANGE, WIDTH, save
 from muse_attention import get_attention, muse_attention
 from muse_attention.core.recording import recorded_calls
 from muse_attention.fidelity import measure
@@ -37,7 +37,7 @@ def make_data() -> tuple[Tensor, Tensor, Tensor]:
 
 def draw_error_control(data: tuple[Tensor, Tensor, Tensor]) -> None:
     """Buckets that queries retrieve under both rules, and the error for the keys that this costs."""
-    figure, (upper, lower) = pyplot.subplots(2, 1, figsize=(5.2, 5.6))
+    figure, (upper, lower) = pyplot.subplots(2, 1, figsize=(WIDTH, 5.6))
     shown = ((PAPER_RULE[3], BLUE, "the paper's rule, R = 4"), (TOLERANCES[2], GREEN, "tolerance 0.1"))
     counts = [_buckets_per_query(text, data) for text, _, _ in shown]
     bins = torch.arange(int(max(count.max() for count in counts)) + 2) - 0.5
@@ -61,7 +61,7 @@ def draw_error_control(data: tuple[Tensor, Tensor, Tensor]) -> None:
 def draw_leak() -> None:
     """How much outputs change with another future, beside their error, on heads of a trained model: of the paper's
     method and of the default of 0.3.0, whose clusters are those of the whole sequence."""
-    figure, axes = pyplot.subplots(figsize=(5.6, 3.2))
+    figure, axes = pyplot.subplots(figsize=(0.9 * WIDTH, 3.6))
     bars = {}
     for record in LEAK_RECORDS:
         results = TuningResults.read(RECORDS / "error-control" / f"{record}.json")
@@ -73,11 +73,14 @@ def draw_leak() -> None:
             bars[f"{name},\n{format_size(length)}"] = candidate.fidelity
     for place, (name, label, colour) in enumerate(LEAK_BARS):
         at = [number + 0.38 * (place - 0.5) for number in range(len(bars))]
-        drawn = axes.bar(at, [fidelity[name] for fidelity in bars.values()], width=0.36, color=colour, label=label)
-        axes.bar_label(drawn, fmt="%.2g", fontsize=8)
-    axes.set_xticks(range(len(bars)), list(bars))
-    axes.set_ylabel("relative squared change")
-    axes.legend(frameon=False, fontsize=10, loc="lower center", bbox_to_anchor=(0.45, 1.0))
+        drawn = axes.barh(at, [fidelity[name] for fidelity in bars.values()], height=0.36, color=colour, label=label)
+        axes.bar_label(drawn, fmt="%.2g", fontsize=10, padding=3)
+    axes.set_yticks(range(len(bars)), list(bars))
+    axes.invert_yaxis()
+    axes.set_xticks([])
+    axes.spines["bottom"].set_visible(False)
+    axes.set_xlabel("relative squared change")
+    axes.legend(frameon=False, fontsize=10, loc="lower center", bbox_to_anchor=(0.35, 1.0))
     save(figure, "leak.svg")
 
 

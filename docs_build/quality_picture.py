@@ -1,9 +1,10 @@
 """Two pictures of quality against cost, from the records: `python -m docs_build.quality_picture`.
 
-Across: the time of an attention, forward and backward, as a share of exact attention's, on heads of models that were
-trained so at that length. Up, in the first: how much higher the held-out loss is, under exact attention, than after
-exact training from the same weights. In the second: how many fewer needles are found, one line for each try, for tries
-begin with short models of their own, and only within one can attentions be compared.
+Each row is an attention that models were trained with. On the left, in the first: how much higher the held-out loss is,
+under exact attention, than after exact training from the same weights. In the second: how many fewer needles are found,
+by try, for tries begin with short models of their own, and only within one can attentions be compared. On the right:
+the time of the attention, forward and backward, as a share of exact attention's, on heads of models that were trained
+so at that length.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from statistics import fmean
 from typing import NamedTuple
 
 from matplotlib import pyplot
+from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
 from docs_build.needle_records import read_difference, read_mean_over_trainings
@@ -27,7 +29,7 @@ from docs_build.records import (
     TRAINED_WITH,
     read_comparison,
 )
-from docs_build.style import BLUE, GREEN, GREY, ORANGE, RED, save
+from docs_build.style import BLUE, GREEN, GREY, ORANGE, RED, WIDTH, save
 from muse_attention.registry import full_name
 from muse_attention.sizes import format_size, parse_size
 from muse_lab.benchmark.results import BenchmarkResults
@@ -47,20 +49,17 @@ _LINEAR_UP_TO_POINTS = 2
 
 
 class Measured(NamedTuple):
-    """Records of one length, and how they are drawn."""
+    """Records of one length."""
 
     times: tuple[str, ...]
     """in speed; where two have an attention, its cost is their mean"""
     comparisons: tuple[str, ...]
     """in pretraining; seeds of an attention may be in several"""
-    marker: str
 
 
 MEASURED = (
-    Measured(
-        ("cuda-far-heads", "cuda-far-heads-tolerances"), ("16k", "16k-paper", "16k-baselines", "16k-tolerances"), "o"
-    ),
-    Measured(("cuda-far-heads-32k",), ("32k", "32k-moba"), "D"),
+    Measured(("cuda-far-heads", "cuda-far-heads-tolerances"), ("16k", "16k-paper", "16k-baselines", "16k-tolerances")),
+    Measured(("cuda-far-heads-32k",), ("32k", "32k-moba")),
 )
 
 
@@ -82,20 +81,17 @@ class Try(NamedTuple):
     records: tuple[str, ...]
     """in needles/16k: one over trainings, or one for each training"""
     models: tuple[NeedleModels, ...]
-    marker: str
 
 
 _SETTINGS = "caution=2.0,clustering=lloyd,cap_factor=none"
 _TOLERANCE = re.compile(r"T(\d[\d.]*)B")
 _NEEDLES_AT = 16 * 1024
 _TIMES_OF_NEEDLE_MODELS = "cuda-tiny-heads"
-_LONGER = "default, 3 times the updates"
 TRIES = (
     Try(
         "first try",
         tuple(f"tiny/seed-{seed}" for seed in (2, 5, 6, 7)),  # those that could look up before
         (NeedleModels("default", "muse", "muse"), NeedleModels("the paper's method", "muse:paper", "paper")),
-        "^",
     ),
     Try(
         "second try",
@@ -105,7 +101,6 @@ TRIES = (
             NeedleModels("tolerance 0.03", f"muse:Q32K32R8T0.03B2k,{_SETTINGS}", "tolerance-0.03"),
             NeedleModels("tolerance 0.01", f"muse:Q32K32R32T0.01B2k,{_SETTINGS}", "tolerance-0.01"),
         ),
-        "s",
     ),
     Try(
         "third try",
@@ -114,9 +109,8 @@ TRIES = (
             NeedleModels("default", "muse", "default"),
             NeedleModels("128 key clusters, tolerance 0.03", f"muse:Q32K128R8T0.03B2k,{_SETTINGS}", "k128-t0.03"),
             NeedleModels("128 key clusters, tolerance 0.01", f"muse:Q32K128R32T0.01B2k,{_SETTINGS}", "k128-t0.01"),
-            NeedleModels(_LONGER, "muse", "default", record="more-updates"),
+            NeedleModels("default, 3 times the updates", "muse", "default", record="more-updates"),
         ),
-        "o",
     ),
 )
 
@@ -203,92 +197,62 @@ def describe() -> str:
     return f"Held-out loss and time of the attention after training with the {TRAINED_WITH}, against exact. {found}"
 
 
-_PLACES = {
-    f"{DEFAULT}, 16k": (-4, 12, "left"),
-    "MuSe, tolerance 0.3, 16k": (0, -32, "center"),
-    "MuSe, tolerance 0.03, 16k": (-4, -32, "left"),
-    f"{DEFAULT}, 32k": (0, 16, "center"),
-    f"{MOBA} L256B256R8, 32k": (-9, -4, "right"),
-    "first try, default": (-9, -10, "right"),
-    "second try, default": (-9, -1, "right"),
-    "third try, default": (-9, -1, "right"),
-    f"third try, {_LONGER}": (-9, -2, "right"),
-    "second try, tolerance 0.03": (9, -14, "left"),
-    "second try, tolerance 0.01": (9, -14, "left"),
-    "third try, 128 key clusters, tolerance 0.03": (-8, 12, "right"),
-    "third try, 128 key clusters, tolerance 0.01": (0, 24, "center"),
-}
-"""Of labels, from their points, where to the right and a little above is not the place."""
-
-
 def draw_losses() -> Path:
-    figure, axes = pyplot.subplots(figsize=(7.6, 4.6))
-    _draw_exact(axes, (6, 6), "left")
-    for measured in MEASURED:
-        points = read_trained(measured)
-        for point in points:
-            label = f"{point.name}\n{_percent(point.gap)}, {point.trainings} seeds"
-            _draw_point(axes, point, measured.marker, label, _PLACES.get(point.name))
-        _join(axes, [point for point in points if point.colour == GREEN])
-    axes.set_yscale("symlog", linthresh=_LINEAR_UP_TO)
-    axes.set_yticks([0, 0.25, 0.5, 1, 2, 5, 10, 20])
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda percent, _: f"{percent:+g}%" if percent else "0"))
-    axes.set_xlim(0, 1.75)
-    axes.set_ylim(-0.45, 50)
-    axes.set_ylabel("held-out loss against exact training")
-    axes.set_title(f"23M models at 16k and 32k, {GPU}; read with exact attention", fontsize=10, loc="left")
+    points = [point for measured in MEASURED for point in read_trained(measured)]
+    rows = [Row(f"{point.name}: {_percent(point.gap)}, {point.trainings} seeds", point) for point in points]
+    figure, gaps = _draw(rows, f"23M models at 16k and 32k, {GPU};\nread with exact attention")
+    gaps.set_xscale("symlog", linthresh=_LINEAR_UP_TO)
+    gaps.set_xlim(-0.4, 40)
+    gaps.set_xticks([0, 0.5, 5])
+    gaps.xaxis.set_major_formatter(FuncFormatter(lambda percent, _: f"{percent:+g}%" if percent else "0"))
+    gaps.set_xlabel("held-out loss\nagainst exact training")
     return save(figure, LOSSES)
 
 
 def draw_needles() -> Path:
-    figure, axes = pyplot.subplots(figsize=(7.6, 4.6))
-    _draw_exact(axes, (-8, -13), "right")
+    rows = []
     for one in TRIES:
-        points = read_needles(one)
-        for point in points:
-            end = " " if point.name == "default" else "\n"
-            label = f"{point.name}{end}{_points(point.gap)}, {point.trainings} trainings"
-            _draw_point(axes, point, one.marker, label, _PLACES.get(f"{one.name}, {point.name}"))
-        _join(axes, [point for point in points if point.name != _LONGER])
-        axes.plot([], [], marker=one.marker, color=GREY, linewidth=1.2, label=one.name)
-    axes.legend(loc="lower left", frameon=False, fontsize=9)
-    axes.set_yscale("symlog", linthresh=_LINEAR_UP_TO_POINTS)
-    axes.set_yticks([0, -1, -2, -5, -10, -20, -50, -100])
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda points, _: f"{points:+g}" if points else "0"))
-    axes.set_xlim(0, 2.2)
-    axes.set_ylim(-140, 1.6)
-    axes.set_ylabel("needles found, points\nagainst exact training")
-    title = f"1.3M models at {format_size(_NEEDLES_AT)}, {GPU}; the default is that of 0.3.0; read with exact attention"
-    axes.set_title(title, fontsize=10, loc="left")
+        rows.append(Row(one.name))
+        for point in read_needles(one):
+            rows.append(Row(f"{point.name}: {_points(point.gap)}, {point.trainings} trainings", point))
+    title = (
+        f"1.3M models at {format_size(_NEEDLES_AT)}, {GPU}; the default\nis that of 0.3.0; read with exact attention"
+    )
+    figure, gaps = _draw(rows, title)
+    gaps.set_xscale("symlog", linthresh=_LINEAR_UP_TO_POINTS)
+    gaps.set_xlim(-200, 3)
+    gaps.set_xticks([0, -2, -10, -50])
+    gaps.xaxis.set_major_formatter(FuncFormatter(lambda points, _: f"{points:+g}" if points else "0"))
+    gaps.set_xlabel("needles found, points\nagainst exact training")
     return save(figure, NEEDLES)
 
 
-def _draw_exact(axes: pyplot.Axes, place: tuple[float, float], side: str) -> None:
-    axes.axhline(0, color=GREY, linewidth=0.8)
-    axes.plot([1], [0], marker="*", markersize=12, color=GREY, linestyle="")
-    axes.annotate("exact attention", (1, 0), place, textcoords="offset points", color=GREY, fontsize=9, ha=side)
-    axes.set_xlabel("time of the attention, forward + backward, exact attention being 1")
+class Row(NamedTuple):
+    label: str
+    point: Point | None = None
+    """None for a heading"""
 
 
-def _draw_point(
-    axes: pyplot.Axes, point: Point, marker: str, label: str, place: tuple[float, float, str] | None
-) -> None:
-    axes.errorbar(
-        *(point.cost, point.gap.mean), yerr=point.gap.standard_error,
-        color=point.colour, marker=marker, markersize=8, capsize=3,
-        markerfacecolor="white" if point.name == _LONGER else point.colour,
-    )  # fmt: skip
-    across, up, side = place or (9, 5, "left")
-    axes.annotate(
-        label, (point.cost, point.gap.mean), xytext=(across, up),
-        textcoords="offset points", color=point.colour, fontsize=8.5, ha=side,
-    )  # fmt: skip
-
-
-def _join(axes: pyplot.Axes, points: Sequence[Point]) -> None:
-    if points:
-        line = zip(*((point.cost, point.gap.mean) for point in points), strict=True)
-        axes.plot(*line, color=points[0].colour, linewidth=1.2, alpha=0.5)
+def _draw(rows: Sequence[Row], title: str) -> tuple[Figure, pyplot.Axes]:
+    """Gaps and times beside each other, a label above each; also the axes of the gaps."""
+    figure, (gaps, times) = pyplot.subplots(
+        1, 2, figsize=(WIDTH, 1 + 0.45 * len(rows)), sharey=True, width_ratios=(4, 3)
+    )
+    for at, (label, point) in enumerate(rows):
+        colour = point.colour if point else "black"
+        gaps.text(0, at - 0.25, label, color=colour, fontsize=10, transform=gaps.get_yaxis_transform())
+        if point:
+            gaps.errorbar(point.gap.mean, at, xerr=point.gap.standard_error, color=colour, marker="o", capsize=3)
+            times.barh(at, point.cost, height=0.3, color=colour, alpha=0.8)
+    for axes, exact in ((gaps, 0), (times, 1)):
+        axes.axvline(exact, color=GREY, linewidth=0.8, alpha=0.5, zorder=0)
+        axes.spines["left"].set_visible(False)
+    gaps.set_ylim(len(rows) - 0.6, -0.6)
+    gaps.set_yticks([])
+    times.set_xticks([0, 0.5, 1])
+    times.set_xlabel("time of the attention,\nexact attention being 1")
+    gaps.set_title(title, fontsize=10, loc="left")
+    return figure, gaps
 
 
 def _read_costs(records: Sequence[str], wanted: Iterable[str], length: int) -> dict[str, float]:

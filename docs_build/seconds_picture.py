@@ -12,7 +12,7 @@ from statistics import fmean
 from matplotlib import pyplot
 
 from docs_build.records import DEFAULTS_OF_0_3, GPU, TRAINED_WITH, read_comparison, read_speed_alone
-from docs_build.style import GREEN, GREY, save
+from docs_build.style import GREEN, GREY, WIDTH, save
 from muse_attention.sizes import format_size
 from muse_lab.evaluation.comparison.seeds import Seeds, seeds_of
 from muse_lab.pretraining.schedule import EXACT
@@ -33,19 +33,20 @@ def draw() -> Path:
     }
     if lacking := {attention for attention, *_ in trained.values()} - groups.keys():
         raise ValueError(f"{path} has no runs of several seeds with {', '.join(lacking)}")
-    figure, both = pyplot.subplots(1, 2, figsize=(9.6, 3.6), sharey=True)
+    figure, both = pyplot.subplots(2, 1, figsize=(WIDTH, 6.4))
     for name, (attention, training, colour) in trained.items():
         tokens, losses = _mean_curve(groups[attention])
         speed = read_speed_alone(RECORD, training)
-        label = f"{name}: {speed / 1000:,.0f} thousand tokens/s"
+        label = f"{name}: {speed / 1000:,.0f}k tokens/s"
         both[0].plot([one / 1e6 for one in tokens], losses, marker="o", markersize=4, color=colour, label=label)
         both[1].plot([one / speed for one in tokens], losses, marker="o", markersize=4, color=colour)
     both[0].set_xlabel("tokens (millions)")
     both[1].set_xlabel("seconds on one GPU")
-    both[0].set_ylabel("training loss (nats)")
-    both[0].legend(frameon=False, fontsize=9)
+    for axes in both:
+        axes.set_ylabel("training loss (nats)")
+    both[0].legend(frameon=False, fontsize=10)
     seeds, updates = len(groups[EXACT].runs), _TOGETHER * groups[EXACT].runs[0].curves.averaged
-    about = f"23M models at {format_size(length)}, {GPU}: means of {seeds} seeds and of {updates} updates"
+    about = f"23M models at {format_size(length)}, {GPU}:\nmeans of {seeds} seeds and of {updates} updates"
     both[0].set_title(about, fontsize=10, loc="left")
     figure.tight_layout()
     return save(figure, PICTURE)

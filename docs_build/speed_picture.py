@@ -1,7 +1,7 @@
 """README's picture, from the records: `python -m docs_build.speed_picture`. A newer record redraws it.
 
-On the left, speed-ups on heads of trained models against the length. On the right, held-out loss against seconds of
-training. Synthetic data flatter the default and are left to the tables of docs/evidence/speed.md.
+Above, speed-ups on heads of trained models against the length. Below, held-out loss against seconds of training.
+Synthetic data flatter the default and are left to the tables of docs/evidence/speed.md.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from docs_build.records import (
     read_timings,
     read_timings_of_qwen,
 )
-from docs_build.style import BLUE, GREEN, GREY, save
+from docs_build.style import BLUE, GREEN, GREY, WIDTH, save
 from muse_attention.sizes import format_size
 
 PICTURE = "speed-up.svg"
@@ -74,10 +74,10 @@ def describe(speeds: Sequence[Speeds], trained: Sequence[Kind]) -> str:
 
 def draw(speeds: Sequence[Speeds], trained: Sequence[Kind]) -> Path:
     """Speed-up of forward and backward against length, exact attention being 1; and losses against seconds."""
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(7.2, 3.4), width_ratios=(8, 6))
-    _draw_speeds(left, speeds)
-    _draw_losses(right, trained)
-    figure.tight_layout(w_pad=2)
+    figure, (upper, lower) = pyplot.subplots(2, 1, figsize=(WIDTH, 5.8), height_ratios=(4, 3))
+    _draw_speeds(upper, speeds)
+    _draw_losses(lower, trained)
+    figure.tight_layout(h_pad=2)
     return save(figure, PICTURE)
 
 
@@ -111,19 +111,16 @@ def _draw_losses(axes: pyplot.Axes, trained: Sequence[Kind]) -> None:
         seconds = [of_seeds[0][0] / kind.speed for of_seeds in quarters]
         losses = [mean(loss for _, loss in of_seeds) for of_seeds in quarters]
         axes.plot(seconds, losses, marker="o", linewidth=2.4, color=colour)
-        label = f"default, {seconds[-1]:.0f} s\n{kind.gap}" if kind.gaps else f"exact,\n{seconds[-1]:.0f} s"
-        place = {"xytext": (-4, -10), "va": "top"} if kind.gaps else {"xytext": (0, 12), "va": "bottom"}
+        name, gap = ("default", f", {kind.gap}") if kind.gaps else ("exact", "")
         axes.annotate(
-            label,
-            (seconds[-1], losses[-1]),
-            textcoords="offset points",
-            ha="center",
-            color=colour,
-            fontsize=10,
-            **place,
-        )
+            f"{name}: {seconds[-1]:.0f} s{gap}",
+            *((seconds[-1], losses[-1]), (0, -8 if kind.gaps else 10)),
+            va="top" if kind.gaps else "bottom",
+            textcoords="offset points", ha="center", color=colour, fontsize=10,
+        )  # fmt: skip
     axes.set_xlim(0, 78)
-    axes.set_ylim(1.23, 1.33)
+    axes.set_ylim(1.24, 1.325)
+    axes.set_yticks([1.24, 1.26, 1.28, 1.30, 1.32])
     axes.set_xlabel("seconds of training")
     axes.set_title("Held-out loss, same tokens\nSmolLM2-135M, 8k to 32k", loc="left", fontsize=11)
 

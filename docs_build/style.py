@@ -12,6 +12,8 @@ mpl.use("Agg")
 from matplotlib import pyplot
 
 IMAGES = Path(__file__).parent.parent / "docs" / "images"
+WIDTH = 5.2
+"""Inches. A phone of 390 pixels then shows letters of 10 points as 9 pixels or more, so panels are stacked."""
 BLUE, ORANGE, GREEN, GREY, RED = "#0072b2", "#d55e00", "#009e73", "#777777", "#c02942"
 
 pyplot.rcParams.update(

@@ -188,6 +188,16 @@ def test_descriptions_of_pictures_are_short() -> None:
     assert not [text for text in texts if not 0 < len(text) < 200]
 
 
+@pytest.mark.parametrize("path", sorted((ROOT / "docs" / "images").glob("*.svg")), ids=name_of)
+def test_pictures_can_be_read_on_a_phone_and_in_the_dark(path: Path) -> None:
+    """On a screen of 390 pixels, where a page has 343, the smallest letters have 9."""
+    drawn = path.read_text()
+    width = re.search(r'<svg [^>]*width="([\d.]+)pt"', drawn)
+    letters = [float(size) * 100 for size in re.findall(r"scale\(([\d.]+) -", drawn)]
+    assert min(letters) * min(1, 343 / (float(width[1]) / 0.75)) / 0.75 >= 9
+    assert "prefers-color-scheme: dark" in drawn
+
+
 def test_readme_is_short() -> None:
     """Words as a reader sees them: without addresses of links, descriptions of pictures and comments."""
     markdown_it = pytest.importorskip("markdown_it")

@@ -80,4 +80,4 @@ def test_a_difference_is_that_of_the_length(tmp_path: Path) -> None:
 def test_records_that_do_not_belong_together_are_refused(comparisons: tuple[str, ...], message: str) -> None:
     times = MEASURED[1].times if comparisons[0].startswith("32k") else MEASURED[0].times
     with pytest.raises(ValueError, match=message):
-        read_trained(Measured(times, comparisons, "o"))
+        read_trained(Measured(times, comparisons))
