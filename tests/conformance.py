@@ -119,6 +119,7 @@ class Conformance:
             "Q4K5R2B32,clustering=streaming,cap_factor=1.2,query_cap_factor=2",
             "Q4K5T0.1B32",
             "Q4K5T0.03B32,tile=4,lloyd_sample=5",
+            "Q4K5T0.1B32,tile=4,caution=2",
         ],
     )
     def test_finds_the_clusters_and_selection_of_the_reference(self, variant: str) -> None:

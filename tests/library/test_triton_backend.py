@@ -55,7 +55,7 @@ VARIANTS = [
     "Q3K5R2B32,tilt=false,cap_factor=none",
     "Q3K5R2B32,clustering=streaming,cap_factor=1.5,query_cap_factor=1.2",
     "Q3K5T0.05B32",
-    "Q3K5T0.03B32,tile=4,caution=0",
+    "Q3K5T0.03B32,tile=4,caution=2",
     "Q3K5T0.05B32,tile=16,second_order=false",
     "Q3K5T0.05B32,tile=16,first_order=false",
     "Q3K5TinfB32",
@@ -224,7 +224,7 @@ def test_of_equal_blocks_the_first_are_chosen_and_before_them_what_is_not_finite
 FEW_BLOCKS = [
     Combination("Q3K5T0.05B16,tile=4", 16, 16),
     Combination("Q4K20T0.1B16", 16, 24),
-    Combination("Q2K70T0.02B12,tile=1,caution=0", 24, 8),
+    Combination("Q2K70T0.02B12,tile=1,caution=2", 24, 8),
     Combination("Q5K3T0B16,tile=64,second_order=false,differentiable_aggregation=false", 16, 16),
 ]
 

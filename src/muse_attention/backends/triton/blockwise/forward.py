@@ -194,7 +194,7 @@ def _attend_to_columns(
         else:
             if CAUTION > 0:
                 # (`n` keys are `exp(most^2 / 2)`.)
-                worth = tl.sqrt(mean_size) * tl.exp2(-0.25 * LOG2_E * most * most)  # [COLUMNS]
+                worth = tl.sqrt(mean_size) * tl.exp2(most * most * (-0.25 * LOG2_E))  # [COLUMNS]
                 feared = tl.exp2(fear * LOG2_E) / worth  # [COLUMNS]
                 # [ROWS, COLUMNS]
                 error = _expected_error(
