@@ -13,7 +13,7 @@ from muse_attention.sizes import parse_size
 
 FOLDER = RECORDS / "extension"
 EARLIER = FOLDER / "tolerance-0.1"
-"""Of an earlier sitting, when the default had that tolerance."""
+"""Earlier runs, when the default had that tolerance."""
 EXACT, DEFAULT, PAPER = "exact", "muse", "muse:paper"
 _OF_RUN = ("attention", "seed", "tokens", "exact_tail")
 

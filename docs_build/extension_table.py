@@ -14,7 +14,7 @@ from docs_build.records import RECORDS
 
 PAGE = RECORDS.parent / "docs" / "context-extension.md"
 BEGIN = "<!-- table: python -m docs_build.extension_table -->"
-BEGIN_EARLIER = "<!-- table: python -m docs_build.extension_table, an earlier sitting -->"
+BEGIN_EARLIER = "<!-- table: python -m docs_build.extension_table, earlier runs -->"
 _CALLED = {EXACT: "exact attention (cuDNN)", DEFAULT: "MuSe, the default", PAPER: "the paper's method, `muse:paper`"}
 _CALLED_EARLIER = {**_CALLED, DEFAULT: "`muse:Q8K32T0.1B2k`"}
 TABLES = ((BEGIN, FOLDER, _CALLED), (BEGIN_EARLIER, EARLIER, _CALLED_EARLIER))

@@ -70,7 +70,7 @@ class MuSeConfig:
         key_clusters: K, clusters of keys: of the whole sequence in the paper's method, of each block with a tolerance.
         retrieved_clusters: R, key clusters that each query opens; 0 leaves only the summaries. The paper's method.
         retrieved_blocks: SP, blocks of an opened cluster that are attended to token by token. The paper's method.
-        block_size: B, tokens of a block. Attention inside a block is exact. A text that leaves it out has
+        block_size: B, tokens of a block. Attention inside a block is exact. A text without it takes
             that of `for_length`: see `named`.
         tolerance: T. The keys of a bucket are retrieved where its summary is expected to be wrong by this or more, as a
             share of the query's softmax; 0 retrieves all. None: the paper's method, which retrieves the same number of
@@ -78,8 +78,8 @@ class MuSeConfig:
         caution: With a tolerance. The expected error of a summary is what its weight would gain if its logit were this
             many standard deviations higher, divided by their number; 0: its weight times one deviation, the limit for
             small ones. A larger value finds more single keys that attract a query.
-        tile: With a tolerance. The number of queries of one block and cluster that retrieve together, though none for
-            an earlier one; a power of two up to 128. 1: each for itself.
+        tile: With a tolerance. The number of queries of one block and cluster that retrieve together, except that none
+            retrieves for an earlier one; a power of two up to 128. 1: each for itself.
         first_order: With a tolerance. Add to the values of summaries what the keys on the query's side of its centroid
             contribute, by one matrix for all the buckets that a block sees. None: True with a tolerance, False without.
         second_order: With a tolerance. Add to the mass of a summary what the spread of its keys contributes for a query
@@ -96,7 +96,7 @@ class MuSeConfig:
             made, so a recorded configuration always names what ran.
         cap_factor: Largest cluster of keys inside a block, in units of the mean cluster: it bounds the cost of
             retrieval. None: no limit, as always with a tolerance.
-        query_cap_factor: The same for queries, where nothing needs a limit. On a pretrained model, in which most
+        query_cap_factor: The same for queries, which need no limit. On a pretrained model, in which most
             queries of a head can be alike, the paper's 4 has up to twice the error of None.
         seed: Seed of the shuffle that starts the clustering: the only randomness.
         lloyd_iterations: Full-batch iterations of `clustering="lloyd"`.
@@ -165,7 +165,7 @@ class MuSeConfig:
         else:
             for name in _ORDERS:
                 if getattr(self, name):
-                    raise ValueError(f"MuSeConfig: {name}=True needs a tolerance; the paper's method has none of it")
+                    raise ValueError(f"MuSeConfig: {name}=True needs a tolerance; the paper's method does not have it")
         if self.dipole != "none" and (self.retrieved_clusters > 0 or not self.monopole):
             raise ValueError(
                 f"MuSeConfig: dipole={self.dipole!r} corrects the summaries and replaces retrieval: "
@@ -179,8 +179,8 @@ class MuSeConfig:
         for name in _OF_PAPER:
             if getattr(self, name) not in (_DEFAULTS[name], AUTO_CLUSTERING, None):
                 raise ValueError(
-                    f"MuSeConfig: {name}={getattr(self, name)!r} belongs to the paper's method; leave it out, or the "
-                    f"tolerance={tolerance!r}"
+                    f"MuSeConfig: {name}={getattr(self, name)!r} belongs to the paper's method; leave out "
+                    f"either it or tolerance={tolerance!r}"
                 )
         for name in _CAPS:
             object.__setattr__(self, name, None)
@@ -353,7 +353,9 @@ def _parse_cached(text: str, paper_scale: tuple[int, int] | None) -> MuSeConfig:
     changes = _read_changes(text)
     if paper_scale is None:
         if changes.get("tolerance") is not None and "retrieved_clusters" in changes:
-            raise ValueError(f"cannot read the MuSe configuration {text!r}: a tolerance has no budget; leave R out")
+            raise ValueError(
+                f"cannot read the MuSe configuration {text!r}: a tolerance replaces the budget R; leave R out"
+            )
         if "retrieved_clusters" not in changes and changes.get("tolerance") is None:
             opened = MuSeConfig.retrieved_clusters
             changes["retrieved_clusters"] = min(opened, changes.get("key_clusters", opened))

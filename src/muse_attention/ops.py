@@ -294,7 +294,7 @@ class _OnceOnly(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         raise NotImplementedError(
-            "MuSe attention can be differentiated once only: for second derivatives use backend='reference'"
+            "MuSe attention can be differentiated only once: for second derivatives use backend='reference'"
         )
 
 

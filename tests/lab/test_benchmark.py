@@ -271,7 +271,7 @@ def test_results_on_other_captures_are_not_mixed(tmp_path: Path) -> None:
 def test_captures_of_another_shape_are_refused(tmp_path: Path, changes: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         captured_plan(captures_file(tmp_path), 256, **changes)
-    with pytest.raises(ValueError, match=r"300 tokens, less than 400; .* by --repeat-captures"):
+    with pytest.raises(ValueError, match=r"300 tokens, less than 400; .* with --repeat-captures"):
         captured_plan(captures_file(tmp_path), 256, 400)
 
 

@@ -189,7 +189,7 @@ def test_bench_measures_on_captured_heads(tmp_path: Path) -> None:
     asked = ("bench", "--device", "cpu", "--length", "512", "--attention", "exact", "--repeats", "1", "--no-memory")
     folder = tmp_path / "results"
     captures = ("--captures", file, "--output", folder)
-    assert_refused(run_muse(*asked, *captures), "less than 512; choose a smaller --length, or lay them end to end")
+    assert_refused(run_muse(*asked, *captures), "less than 512; choose a smaller --length, or concatenate them")
     assert_done(run_muse(*asked, *captures, "--repeat-captures"))
     results = json.loads((folder / "cpu-heads.json").read_text())
     (case,) = results["cases"]

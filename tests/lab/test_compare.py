@@ -539,7 +539,7 @@ def test_runs_of_two_lengths_need_a_choice(corpus: Corpus, copies: Path, tmp_pat
     document["recipe"]["length"] = 32
     path.write_text(json.dumps(document))
     asked = (copies / "exact", copies / "muse", "--corpus", corpus.folder, "--output", tmp_path / "out")
-    assert_refused(run_command(*asked), "trained on 32 and 64 tokens; choose one length by --length")
+    assert_refused(run_command(*asked), "trained on 32 and 64 tokens; choose one with --length")
 
 
 def test_ctrl_c_says_how_to_go_on(

@@ -411,7 +411,7 @@ def test_a_finished_run_is_not_measured_again(asked: list[object], monkeypatch: 
     ("changes", "message"),
     [
         (["--attention", "nonsense"], "unknown attention 'nonsense'"),
-        (["--preset", "nonsense"], "unknown preset 'nonsense'; use all or some of methods"),
+        (["--preset", "nonsense"], "unknown preset 'nonsense'; use all, or any of methods"),
         (["--length", "2k"], "the model's context is 1024 tokens, less than 2048; choose a smaller length"),
     ],
 )

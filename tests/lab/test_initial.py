@@ -87,13 +87,13 @@ def test_models_that_a_run_cannot_begin_with(corpus: Corpus, model: Path, tmp_pa
             longer(tmp_path / "nowhere"),
             "nowhere is not a folder of a model that muse train wrote, or not whole; give one",
         ),
-        (corpus, override(longer(model), ["scale=3"]), "another model than that of scale=3; choose its scale"),
+        (corpus, override(longer(model), ["scale=3"]), "not a model of scale=3; choose its scale"),
         (other, longer(model), "has another tokenizer than .*; prepare the corpus with --tokenizer .*before"),
     ]
     llama = tmp_path / "llama"
     shutil.copytree(model, llama)
     tiny_llama(vocab_size=corpus.manifest.vocabulary).save_pretrained(llama)
-    cases.append((corpus, longer(llama), "llama is another model than that of scale=0"))
+    cases.append((corpus, longer(llama), "llama is not a model of scale=0"))
     for data, recipe, message in cases:
         with one_line_error(message):
             train(data, recipe, tmp_path / "out")

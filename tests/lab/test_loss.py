@@ -224,7 +224,7 @@ def test_attentions_of_a_preset_of_muse_fidelity(asked: list[object], monkeypatc
     (preset,) = find_presets(["error-control"], 128)
     named = ["exact", full_name("muse:QK4R1B32", 128)]
     assert interrupted.call_args.args[2] == [*named, *(request.attention for request in preset.requests)]
-    assert_refused(run(*asked, "--preset", "nonsense"), "unknown preset 'nonsense'; use all or some of methods")
+    assert_refused(run(*asked, "--preset", "nonsense"), "unknown preset 'nonsense'; use all, or any of methods")
 
 
 def test_the_command_writes_results_and_reports(asked: list[object], tmp_path: Path) -> None:

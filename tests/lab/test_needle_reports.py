@@ -449,7 +449,7 @@ def test_results_with_the_name_of_a_comparison_are_not_overwritten(tmp_path: Pat
         path.with_suffix(".json").unlink()
     assert (tmp_path / "seed-1" / "needles-compared.md").exists()
     refused = run_muse("eval", "needles", "--name", "needles-compared", "--device", "cpu")
-    assert_refused(refused, "is that of the comparison of several models; choose another")
+    assert_refused(refused, "is reserved for comparisons of several models; choose another")
 
 
 def test_a_model_of_a_run_has_the_name_of_the_run(tmp_path: Path) -> None:

@@ -212,7 +212,7 @@ def test_a_tokenizer_from_elsewhere(tmp_path: Path, corpus: Corpus) -> None:
     with pytest.raises(ValueError, match="the tokenizer has no token <reponame>"):
         make(tmp_path / "poor", CorpusSettings(tokenizer=tmp_path / "poor.json"))
     (tmp_path / "bad.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"bad\.json is no tokenizer"):
+    with pytest.raises(ValueError, match=r"bad\.json is not a tokenizer"):
         read_tokenizer(tmp_path / "bad.json")
     with pytest.raises(ValueError, match="there is no tokenizer"):
         read_tokenizer(tmp_path / "missing.json")
@@ -580,7 +580,7 @@ def test_ctrl_c_and_a_full_disk_are_one_line(
     [
         (["--kind", "nonsense"], "unknown kind 'nonsense'; use one of python, repositories, stack, dolma, text"),
         (["--kind", "python"], "leave out SOURCE"),
-        (["--kind", "stack"], "give the folder or URL of the contents by --contents"),
+        (["--kind", "stack"], "give the folder or URL of the contents with --contents"),
         (["--kind", "stack", "--contents", "nowhere"], "there are no contents in 'nowhere'"),
         (["--vocabulary", "many"], "cannot read the size 'many'"),
         (["--vocabulary", "100"], "a vocabulary of 100 has no room for all bytes"),

@@ -126,7 +126,7 @@ def test_files_of_others_are_not_replaced(good: Path) -> None:
     assert report(good.parent)[0] == 0
     (good.parent / "index.html").write_text("my page")
     good.with_suffix(".md").unlink()
-    reason = "it is there already, and not of a report; move it away"
+    reason = "it exists and is not part of a report; move it away"
     code, _, lines = report(good.parent)
     assert (code, lines) == (1, [f"muse: {good.parent / 'index.html'} is not written: {reason}"])
     assert (good.parent / "index.html").read_text() == "my page"

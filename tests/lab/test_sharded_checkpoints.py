@@ -205,7 +205,7 @@ def test_ranks_that_see_different_files_do_not_go_on(
 
     monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
     world = World(torch.device("cpu"), 0, 2, cast(Any, object()))
-    with pytest.raises(TrainingError, match=r"not all ranks see the same in .* yet; resume again in a minute"):
+    with pytest.raises(TrainingError, match=r"ranks see different files in .*; resume again in a minute"):
         find_checkpoint(two_ranks, RECIPE, corpus, pytest.fail, world=world)
 
 

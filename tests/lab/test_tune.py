@@ -159,7 +159,7 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
         load_captures(tmp_path / "none.pt")
     for name in ("other.pt", "other.safetensors"):
         (tmp_path / name).write_bytes(b"something else")
-        with pytest.raises(ValueError, match="does not hold captures; write them by muse tune"):
+        with pytest.raises(ValueError, match="does not hold captures; write them with muse tune"):
             load_captures(tmp_path / name)
     for lookup in (LookupAt(5, 60, (3,)), LookupAt(0, 60, (61,)), LookupAt(0, 600, (3,)), LookupAt(0, 60, ())):
         save_captures(some_captures(lookups=(lookup,)), tmp_path / "lookups.pt")
@@ -194,7 +194,7 @@ def test_the_grid_is_around_the_length(monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = {MuSeConfig.parse(name.removeprefix("muse:")).block_size for name in candidates(4096)[3:]}
     assert blocks == {256, 512}
     assert candidates(65536, only=["muse:paper"]) == [f"muse:{MuSeConfig.paper(65536)}"]
-    with pytest.raises(ValueError, match="fit into one block"):
+    with pytest.raises(ValueError, match="fit in one block"):
         candidates(256)
 
 

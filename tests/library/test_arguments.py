@@ -32,7 +32,7 @@ BAD_CALLS: list[tuple[str, dict[str, Any], list[str]]] = [
     (
         "heads that do not divide",
         {"query": _tensor(1, 3, 40, 8), "enable_gqa": True},
-        ["query has 3 heads", "2 heads of key do not divide"],
+        ["query has 3 heads", "not a multiple of the 2 heads of key"],
     ),
     ("batch", {"value": _tensor(2, 2, 40, 8)}, ["value has batch size 2", "query 1"]),
     ("lengths", {"key": _tensor(1, 2, 50, 8)}, ["key has length 50", "query 40", "scaled_dot_product_attention"]),

@@ -250,7 +250,7 @@ def test_bad_fields(changes: dict[str, object], words: list[str]) -> None:
     ("text", "words"),
     [
         (128, ["text=128 is not a string"]),
-        ("Q16K128R8T0.1B4k", ["a tolerance has no budget; leave R out"]),
+        ("Q16K128R8T0.1B4k", ["a tolerance replaces the budget R; leave R out"]),
         ("", ["Q128K128R8SP1B8k", "Q16K128T0.1B4k"]),
         ("fast", ["'fast'", "Q128K128R8SP1B8k"]),
         ("Q128K128R8SP1B8kX", ["'X'"]),

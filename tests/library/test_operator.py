@@ -264,5 +264,5 @@ def test_second_derivatives_are_refused_in_one_line() -> None:
     inputs = SHAPE.tensors(torch.float32)
     out = muse_attention(*inputs, is_causal=True, enable_gqa=True, config=CONFIG)
     (gradient,) = torch.autograd.grad(out.square().sum(), inputs[0], create_graph=True)
-    with pytest.raises(NotImplementedError, match=r"once only.*backend='reference'"):
+    with pytest.raises(NotImplementedError, match=r"only once.*backend='reference'"):
         gradient.sum().backward()

@@ -261,7 +261,7 @@ def test_calls_of_flash_attention_keep_their_neutral_arguments() -> None:
             assert torch.equal(found, expected)
         with pytest.raises(TypeError, match="positional arguments"):  # FlashAttention 2 has dropout_p there
             function(*arguments, 0.0, causal=True)
-        with pytest.raises(TypeError, match="num_splits=1 is no argument of this function"):
+        with pytest.raises(TypeError, match="num_splits=1 is not an argument of this function"):
             function(*arguments, num_splits=1)
 
 
@@ -298,7 +298,7 @@ INT32 = {"dtype": torch.int32}
     ("ends", "message"),
     [
         (torch.tensor([0, 40, 30, 60], **INT32), "cu_seqlens_q must ascend, but 30 follows 40"),
-        (torch.tensor([0, 40, 40, 60], **INT32), "must ascend, but 40 follows 40: leave documents without tokens out"),
+        (torch.tensor([0, 40, 40, 60], **INT32), "must ascend, but 40 follows 40: leave out documents without tokens"),
         (torch.tensor([0, 40, 59], **INT32), "cu_seqlens_q ends at 59, q has 60 tokens"),
         (torch.tensor([0, 40, 61], **INT32), "cu_seqlens_q ends at 61, q has 60 tokens"),
         (torch.tensor([1, 40, 60], **INT32), "cu_seqlens_q must begin with 0"),
@@ -329,7 +329,7 @@ def test_other_mistakes_are_refused_in_one_line() -> None:
         ({"q": q[None]}, "q has shape (1, 60, 2, 8); it must be a tensor with 3 axes: (tokens, heads, head_dim)"),
         ({"k": None}, "k has type NoneType; it must be a tensor with 3 axes"),
         ({"k": k[:50]}, "key has length 50, query 60"),
-        ({"q": q[:, :1]}, "query has 1 heads, which the 2 heads of key do not divide"),
+        ({"q": q[:, :1]}, "query has 1 heads, not a multiple of the 2 heads of key"),
         ({"backend": "cuda"}, "backend='cuda' is unknown"),
         ({"config": "X4"}, "cannot read 'X4'"),
         ({"config": {}}, "config={} is a dict; it must be a MuSeConfig, a string like 'QK32R2B1k', or None"),
@@ -355,14 +355,14 @@ def test_other_mistakes_are_refused_in_one_line() -> None:
 @pytest.mark.parametrize(
     ("begins", "ends", "tokens", "message"),
     [
-        ((), (), 9, "a row without documents: pass at least one"),
+        ((), (), 9, "a row needs at least one document"),
         ((0, 4), (4, 4), 9, "the document from 4 to 4 has no token; leave it out"),
         ((0, 5), (4, 4), 9, "the document from 5 to 4 has no token"),
         ((0, 4), (4, 9), 5, "documents must follow each other inside a row of 5 tokens"),
         ((0, 3), (4, 9), 9, "documents must follow each other"),
         ((0, 4), (4,), 9, "2 documents begin and 1 end; give each both"),
         ((0, 4.0), (4, 9), 9, "must be integers"),
-        (torch.tensor([0, 4]), torch.tensor([4, 9]), 9, "must be integers (of a tensor: tolist())"),
+        (torch.tensor([0, 4]), torch.tensor([4, 9]), 9, "must be integers (for a tensor: tolist())"),
     ],
 )
 def test_bad_documents_are_refused_in_one_line(begins: Any, ends: Any, tokens: int, message: str) -> None:
@@ -372,5 +372,5 @@ def test_bad_documents_are_refused_in_one_line(begins: Any, ends: Any, tokens: i
 
 @pytest.mark.parametrize("lengths", [None, 60, "60", [40, None], [40, 2.5], torch.tensor([40, 20])], ids=str)
 def test_lengths_that_are_no_integers_are_refused_in_one_line(lengths: Any) -> None:
-    with pytest.raises(ValueError, match=r"^lengths must be a list of integers \(of a tensor: tolist\(\)\)$"):
+    with pytest.raises(ValueError, match=r"^lengths must be a list of integers \(for a tensor: tolist\(\)\)$"):
         DocumentBoundaries.from_lengths(lengths)

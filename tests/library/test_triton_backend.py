@@ -262,7 +262,7 @@ def test_a_plan_is_views_of_one_tensor() -> None:
         rows * columns for rows, columns in shapes
     )
     assert all(table.data_ptr() % 16 == 0 for table in tables)
-    assert plan.of_heads(slice(1, 2), slice(2, 4)).segments.order.shape == (2, 10)
+    assert plan.for_heads(slice(1, 2), slice(2, 4)).segments.order.shape == (2, 10)
 
 
 @pytest.mark.parametrize("config", ["Q3K4R2B32", "Q3K4T0.1B32"])

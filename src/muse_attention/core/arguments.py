@@ -73,7 +73,7 @@ def check_arguments(
             f"query has {query_heads} heads, key {key_heads}; pass enable_gqa=True to share key heads among query heads"
         )
     if query_heads % key_heads:
-        raise ValueError(f"query has {query_heads} heads, which the {key_heads} heads of key do not divide")
+        raise ValueError(f"query has {query_heads} heads, not a multiple of the {key_heads} heads of key")
     if len({tensor.dtype == torch.float64 for tensor in (query, key, value)}) > 1:
         raise ValueError(
             f"query, key and value have dtypes {query.dtype}, {key.dtype} and {value.dtype}: autocast leaves float64 "

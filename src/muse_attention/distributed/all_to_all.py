@@ -81,7 +81,7 @@ def check_heads(name: str, heads: int, ranks: int) -> None:
         fitting = [number for number in range(1, heads + 1) if heads % number == 0]
         *fewer, last = map(str, fitting)
         raise ValueError(
-            f"{name} has {heads} heads, which the {ranks} ranks of the mesh do not divide; use {', '.join(fewer)} or "
+            f"{name} has {heads} heads, not divisible by the {ranks} ranks of the mesh; use {', '.join(fewer)} or "
             f"{last} ranks"
         )
 

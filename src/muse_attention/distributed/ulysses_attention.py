@@ -110,5 +110,5 @@ def _check_shards(query: Tensor, key: Tensor, value: Tensor, ranks: int) -> None
     if key.shape[1] != value.shape[1]:
         raise ValueError(f"key has {key.shape[1]} heads, value {value.shape[1]}; they must be equal")
     if query.shape[1] % key.shape[1]:
-        raise ValueError(f"query has {query.shape[1]} heads, which the {key.shape[1]} heads of key do not divide")
+        raise ValueError(f"query has {query.shape[1]} heads, not a multiple of the {key.shape[1]} heads of key")
     check_heads("query", query.shape[1], ranks)

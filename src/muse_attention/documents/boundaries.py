@@ -37,12 +37,12 @@ class DocumentBoundaries:
     def __post_init__(self) -> None:
         given = (*self.begins, *self.ends, self.tokens)
         if not _are_integers(given):
-            raise ValueError("the boundaries of documents must be integers (of a tensor: tolist())")
+            raise ValueError("the boundaries of documents must be integers (for a tensor: tolist())")
         if len(self.begins) != len(self.ends):
             raise ValueError(f"{len(self.begins)} documents begin and {len(self.ends)} end; give each both")
         edges = [edge for document in zip(self.begins, self.ends, strict=True) for edge in document]
         if not edges:
-            raise ValueError("a row without documents: pass at least one")
+            raise ValueError("a row needs at least one document")
         for begin, end in zip(self.begins, self.ends, strict=True):
             if begin >= end:
                 raise ValueError(f"the document from {begin} to {end} has no token; leave it out")
@@ -59,7 +59,7 @@ class DocumentBoundaries:
         has_numbers = isinstance(lengths, Iterable) and not isinstance(lengths, Tensor)
         numbers: list[Any] = list(lengths) if has_numbers else [None]
         if not _are_integers(numbers):
-            raise ValueError("lengths must be a list of integers (of a tensor: tolist())")
+            raise ValueError("lengths must be a list of integers (for a tensor: tolist())")
         ends = [0, *accumulate(numbers)]
         return cls(tuple(ends[:-1]), tuple(ends[1:]), ends[-1])
 
@@ -87,9 +87,7 @@ class DocumentBoundaries:
             raise ValueError(f"{name} must begin with 0, and the end of at least one document must follow")
         for begin, end in pairwise(ends):
             if end <= begin:
-                raise ValueError(
-                    f"{name} must ascend, but {end} follows {begin}: leave documents without tokens out of it"
-                )
+                raise ValueError(f"{name} must ascend, but {end} follows {begin}: leave out documents without tokens")
         return cls(tuple(ends[:-1]), tuple(ends[1:]), ends[-1])
 
     @functools.cached_property

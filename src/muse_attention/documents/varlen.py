@@ -27,7 +27,7 @@ from muse_attention.documents.rows import attend_to_documents, config_of_documen
 
 
 class FlashAttentionArguments(TypedDict, total=False):
-    """Arguments of FlashAttention 2 that are accepted with the value that changes nothing.
+    """Arguments of FlashAttention 2 that are accepted only with a value that has no effect.
 
     Any other value is a ValueError.
     """
@@ -129,7 +129,7 @@ def muse_attn_varlen_func(
         backend: as for `muse_attention`; `reference` is the loop over documents
         return_lse: also return the logsumexp of each query's logits, (heads, tokens), float32 (float64 for float64
             inputs), differentiable
-        neutral: arguments of FlashAttention that change nothing, see `FlashAttentionArguments`
+        neutral: arguments of FlashAttention without an effect, see `FlashAttentionArguments`
 
     Returns:
         (tokens, heads, value_dim), or that and the lse.
@@ -248,7 +248,7 @@ def _check_neutral(arguments: FlashAttentionArguments, q: Tensor) -> None:
             if given and q.is_cuda and not torch.are_deterministic_algorithms_enabled():
                 raise ValueError("deterministic=True needs torch.use_deterministic_algorithms(True) on a GPU")
         elif name not in _NEUTRAL:
-            raise TypeError(f"{name}={one_line(given)} is no argument of this function; leave it out")
+            raise TypeError(f"{name}={one_line(given)} is not an argument of this function; leave it out")
         elif isinstance(given, Tensor) or given != _NEUTRAL[name]:
             raise ValueError(f"{name}={one_line(given)} is not supported; leave it out, or pass {_NEUTRAL[name]}")
 

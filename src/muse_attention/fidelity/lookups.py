@@ -16,7 +16,7 @@ from muse_attention.fidelity.single_keys import SingleKeys
 
 @dataclass(frozen=True)
 class Lookup:
-    """What one query in each head finds of a needle, (batch, query heads)."""
+    """How much of a needle one query in each head finds, (batch, query heads)."""
 
     weight: Tensor
     """exact attention's weight on the needle's tokens, float64"""
@@ -30,7 +30,7 @@ class Lookup:
 
 
 def found_weight(call: RecordedCall, position: int, needle_positions: Sequence[int] | Tensor) -> Lookup:
-    """What the query at `position` of a recorded call finds of a needle, the tokens at `needle_positions`."""
+    """How much of a needle, the tokens at `needle_positions`, the query at `position` of a recorded call finds."""
     batch, heads, length, _ = call.query.shape
     key_heads, config = call.key.shape[1], call.config
     needle = torch.as_tensor(needle_positions, device=call.key.device).long()

@@ -8,7 +8,7 @@
 model a configuration of its own, which `save_pretrained` keeps; in a model made of several it belongs in the config of
 the one that attends. Without it, and without `register(config)`, it is `MuSeConfig.for_length` of each input.
 
-MuSe attends where whole documents attend to themselves: training, and prefill. Packed documents, told by
+MuSe attends where whole documents attend to themselves: training, and prefill. Packed documents, given by
 `cu_seq_lens_q` or by `position_ids` that restart, never see each other, and padding is left out
 (`documents/rows.py`, `masks.py`). Attention sinks are part of the softmax (`core/sinks.py`). In a `chunked_prefill`
 block a prompt may come in chunks (`prefill.py`).
@@ -21,7 +21,7 @@ A ValueError refuses the rest: masks that express more than padding and document
 interface (Bloom, GPT-J), attention that is not a softmax over all keys (a softcap, selected keys), and packed documents
 that would see each other, as in a continued KV cache.
 
-Under `torch.compile` of a whole model neither a padding mask nor `position_ids` can be looked at: a padded batch is
+If a whole model is compiled with `torch.compile`, padding masks and `position_ids` cannot be read: a padded batch is
 attended to exactly, and packed documents are an error. Compile the layers, not the whole model.
 """
 

@@ -27,8 +27,8 @@ def visit_layers(model: PreTrainedModel, input_ids: Tensor, visit: Visit) -> Non
     """Run a model over (batch, length) token ids, and call `visit` with the inputs of each layer, first to last.
 
     Layers with a sliding window are counted, but not visited: they attend exactly under every attention. There are no
-    gradients, no cache and no logits; what a visitor does not keep is gone before the next layer. A ValueError if every
-    layer has a window.
+    gradients, no cache and no logits; what a visitor does not keep is freed before the next layer. A ValueError if
+    every layer has a window.
     """
     if input_ids.dim() != 2 or 0 in input_ids.shape:
         raise ValueError(f"input_ids has shape {tuple(input_ids.shape)}; it must be (batch, length), neither of them 0")
@@ -50,9 +50,7 @@ def visit_layers(model: PreTrainedModel, input_ids: Tensor, visit: Visit) -> Non
     finally:
         _visitor.reset(token)
     if not visited:
-        raise ValueError(
-            "every layer of this model has a sliding window, which no attention replaces; use another model"
-        )
+        raise ValueError("every layer of this model has a sliding window, so none can be replaced; use another model")
 
 
 _NAME = "muse-capture"

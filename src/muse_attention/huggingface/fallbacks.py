@@ -1,4 +1,4 @@
-"""What attentions of the library leave to exact attention, with a warning, and what none of them computes."""
+"""Where exact attention runs instead, with a warning, and what every attention of the library refuses."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def is_exact_only(dropout: float, others: dict[str, Any]) -> bool:
 
 
 def attends_to_everything(module: torch.nn.Module, others: dict[str, Any]) -> bool:
-    """Whether the layer has no window. A short input has no mask that shows a window, so the layer tells."""
+    """Whether the layer has no window. Masks of short inputs do not show a window, so the layer is asked."""
     own = getattr(module, "sliding_window", None)  # the same in all layers of some models, which pass it in some
     if others.get("sliding_window", own) is not None:
         return False

@@ -1,18 +1,18 @@
-"""Masks of transformers, and what stands in their place.
+"""Masks of transformers, and tensors without keys that stand for them.
 
 transformers asks a registered function for a mask once for each batch, and hands it to all layers. A mask of 64k tokens
 has 4 GiB, and MuSe reads none. So where a mask would be plainly causal, or where it would only keep documents and
 padding apart, a tensor without keys stands for it, which costs nothing:
 
 - (batch, 1, queries, 0): each query sees its past;
-- (batch, 2, queries, 0): as its attribute tells, the documents of each row;
+- (batch, 2, queries, 0): the documents of each row, which its attribute holds;
 - (batch, 3, queries, 0), where an attention asks for it: each query sees its past, a KV cache of as many tokens as the
   attribute tells and the queries before it.
 
 A layer that reads such a mask itself fails.
 
 Documents in `position_ids` are read where the mask is made, once for all layers, and every mask keeps the tensor that
-it was made from: a layer that is handed the same one does not read it again. To read a tensor on a GPU waits for it.
+it was made from: a layer that is handed the same one does not read it again. Reading a tensor on a GPU waits for it.
 As in transformers, a mask says what `position_ids` said when it was made.
 
 Where queries continue a KV cache, or padding lies inside a document, the mask is made, marked as one that expresses no
@@ -85,7 +85,7 @@ def visible(
 ) -> Visible:
     """What queries see by the arguments of an attention function. A ValueError if documents would see each other.
 
-    A mask need not tell of all documents: gpt-oss hands its positions to the attention function alone.
+    A mask may lack documents: gpt-oss passes its positions to the attention function alone.
     """
     batch, queries, keys = query.shape[0], query.shape[2], key.shape[2]
     others = _unread(attention_mask, others)
@@ -122,12 +122,12 @@ def _unread(attention_mask: Tensor | None, others: dict[str, Any]) -> dict[str, 
 
 
 def told_documents(attention_mask: Tensor) -> Visible:
-    """What a mask that stands for documents tells of them."""
+    """The documents of a mask that stands for them."""
     told = getattr(attention_mask, _ATTRIBUTE, None)
     if told is None:
         raise ValueError(
-            "the layer copied its mask, and with it the documents of the batch are lost: hand it to the attention "
-            "function as it is, or put one document into a row"
+            "the layer copied its mask, which loses the documents of the batch: pass it to the attention "
+            "function unchanged, or put one document in each row"
         )
     documents, is_causal = told
     return Visible(None, is_causal, documents)
@@ -161,7 +161,7 @@ def offset_of_chunk(attention_mask: Tensor) -> int:
     offset: int | None = getattr(attention_mask, _OFFSET, None)
     if offset is None:
         raise ValueError(
-            "the layer copied its mask, and with it the place of the chunk is lost: prefill the whole prompt at once"
+            "the layer copied its mask, which loses the place of the chunk: prefill the whole prompt at once"
         )
     return offset
 

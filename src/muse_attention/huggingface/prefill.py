@@ -92,7 +92,7 @@ class Prefill:
         if seen != offset or (earlier is not None and not torch.equal(key[:, :, offset - 1], earlier.last_key)):
             raise ValueError(
                 f"chunked_prefill: a chunk continues a cache of {offset} tokens that were not attended to in this "
-                "block; hand the model one whole prompt after another, each from its first chunk on"
+                "block; pass the model one whole prompt at a time, starting with its first chunk"
             )
         queries = query if earlier is None else torch.cat([*earlier.queries, query], 2)
         length = queries.shape[2]  # a static cache has room for more
@@ -127,7 +127,7 @@ def _forward(
     refuse_other_softmax(module, others)
     if is_exact_only(dropout, others):
         raise ValueError(
-            "chunked_prefill: attention dropout, and layers that add a bias to their logits, are not served; call "
+            "chunked_prefill: attention dropout, and layers that add a bias to their logits, are not supported; call "
             "model.eval(), or leave the block"
         )
     out, lse = prefill.attend(module, query, key, value, offset, scaling)

@@ -46,7 +46,7 @@ def use_muse(spec: Any, config: MuSeConfig | str | None = None) -> Any:
     core_attention = type(MuSeCoreAttention.__name__, (MuSeCoreAttention,), {"muse_config": config})
     replaced = _with_core_attention(spec, core_attention)
     if replaced == spec:
-        raise ValueError("the spec has no layer with a core attention: pass that of a transformer layer or block")
+        raise ValueError("the spec has no layer with a core attention: pass the spec of a transformer layer or block")
     return replaced
 
 
@@ -85,7 +85,7 @@ class MuSeCoreAttention(MegatronModule):
         }
         for refusal, is_asked_for in refusals.items():
             if is_asked_for:
-                raise ValueError(f"layer {layer_number}: MuSe does not know {refusal}")
+                raise ValueError(f"layer {layer_number}: MuSe does not support {refusal}")
         self.softmax_offset: Tensor | None = None
         if config.softmax_type != "vanilla":
             groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp"])
@@ -99,7 +99,7 @@ class MuSeCoreAttention(MegatronModule):
         if config.softmax_type == "off-by-one":
             return torch.zeros(heads, **place)
         if config.softmax_type != "learnable":
-            raise ValueError(f"MuSe does not know softmax_type={config.softmax_type!r}: use off-by-one or learnable")
+            raise ValueError(f"MuSe does not support softmax_type={config.softmax_type!r}: use off-by-one or learnable")
         offset = torch.nn.Parameter(torch.empty(heads, **place))
         if config.perform_initialization:
             config.init_method(offset)
@@ -121,7 +121,7 @@ class MuSeCoreAttention(MegatronModule):
             (length, batch, heads * value_dim), or (tokens, heads * value_dim).
         """
         if attention_bias is not None:
-            raise ValueError("MuSe does not know attention_bias: use another core attention, or other positions")
+            raise ValueError("MuSe does not support attention_bias: use another core attention, or other positions")
         mask_type = self.attn_mask_type if attn_mask_type is None else attn_mask_type
         if packed_seq_params is not None:
             query, key, value = (tensor[None] for tensor in (query, key, value))
@@ -183,7 +183,7 @@ def _is_causal(mask_type: AttnMaskType, packed: bool) -> bool:
     if mask_type == AttnMaskType.no_mask or (packed and mask_type == AttnMaskType.padding):
         return False
     raise ValueError(
-        f"MuSe does not know attn_mask_type={mask_type.name}: use causal or no_mask, and packed_seq_params for padding"
+        f"MuSe does not support attn_mask_type={mask_type.name}: use causal, no_mask, or packed_seq_params for padding"
     )
 
 

@@ -49,7 +49,7 @@ def use_muse(model: nn.Module, config: MuSeConfig | str | None = None) -> list[s
         if layer.backend.cp_enabled:
             raise ValueError(f"{name} has context parallelism already: call use_muse before it is applied")
         if layer.backend.dropout_p > 0:
-            raise ValueError(f"{name} has attention dropout, which MuSe does not know: set dropout=0")
+            raise ValueError(f"{name} has attention dropout, which MuSe does not support: set dropout=0")
     for layer in layers.values():
         layer.backend = MuSeAttentionBackend.in_place_of(layer.backend, config)
     return list(layers)

@@ -1,4 +1,4 @@
-"""MuSe in torchtitan 0.3, by its overrides:
+"""MuSe in torchtitan 0.3, through its overrides:
 
     --override.imports muse_attention.integrations.torchtitan.muse
     --override.imports 'muse_attention.integrations.torchtitan.muse={"config": "QK64R8B1k"}'
@@ -55,11 +55,11 @@ CAUSAL = (-1, 0)
 
 
 class MuSeAttention(Module):
-    """Causal MuSe attention to the documents of a batch, in the place of `VarlenAttention`."""
+    """Causal MuSe attention to the documents of a batch, in place of `VarlenAttention`."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(VarlenAttention.Config):
-        """A kind of `VarlenAttention.Config`: for those, models make the boundaries of documents."""
+        """A `VarlenAttention.Config`, for which models make the boundaries of documents."""
 
         config: str | None = None
         """as for `muse_attn_varlen_func`"""
@@ -114,7 +114,7 @@ class MuSeUlyssesAttention(Module):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
-        """No kind of `VarlenAttention.Config`: torchtitan would make boundaries, and fail to shard them."""
+        """Not a `VarlenAttention.Config`, for which torchtitan would make boundaries, and fail to shard them."""
 
         config: str | None = None
         """as for `muse_attn_varlen_func`"""
@@ -127,7 +127,7 @@ class MuSeUlyssesAttention(Module):
     def parallelize(self, parallel_dims: ParallelDims) -> None:
         if parallel_dims.spmd_backend != "spmd_types":
             raise ValueError(
-                f"MuSe does not know spmd_backend={parallel_dims.spmd_backend!r}: set --parallelism.spmd_backend "
+                f"MuSe does not support spmd_backend={parallel_dims.spmd_backend!r}: set --parallelism.spmd_backend "
                 "spmd_types"
             )
         self.mesh = parallel_dims.get_optional_mesh("cp")
@@ -174,7 +174,7 @@ class MuSeUlyssesAttention(Module):
 def _refuse_others(others: dict[str, Any]) -> None:
     asked = [name for name, value in others.items() if value is not None]
     if asked:
-        raise ValueError(f"MuSe attention does not know {', '.join(asked)}; use torchtitan's own for this model")
+        raise ValueError(f"MuSe attention does not support {', '.join(asked)}; use torchtitan's own for this model")
 
 
 def _documents_of_whole_rows(positions: Tensor, mesh: DeviceMesh | None) -> DocumentBoundaries | None:
@@ -183,7 +183,7 @@ def _documents_of_whole_rows(positions: Tensor, mesh: DeviceMesh | None) -> Docu
     Collective: every rank of the mesh must call it. The host waits for the positions, in every layer.
     """
     if not isinstance(positions, Tensor):
-        raise ValueError("MuSe reads documents from positions, and got none: use a data loader that makes them")
+        raise ValueError("MuSe reads documents from positions, and got none: use a data loader that provides them")
     if mesh is not None:
         parts = [torch.empty_like(positions) for _ in range(mesh.size())]
         dist.all_gather(parts, positions.contiguous(), group=mesh.get_group())
@@ -192,7 +192,7 @@ def _documents_of_whole_rows(positions: Tensor, mesh: DeviceMesh | None) -> Docu
     previous, following = positions[:, :-1], positions[:, 1:]
     if not bool(((following == previous + 1) | (following == 0)).all()):
         raise ValueError(
-            "positions neither go on nor restart at 0, as where context parallelism balances its load: set "
+            "positions neither continue nor restart at 0, as with load-balanced context parallelism: set "
             "--parallelism.context_parallel_load_balancer None"
         )
     batch, length = positions.shape
@@ -236,8 +236,8 @@ def _refuse_hidden_windows(attention: BaseAttention.Config) -> None:
         return
     if not isinstance(inner, FlexAttention.Config) or hasattr(attention, "sliding_window_size"):
         raise ValueError(
-            f"MuSe cannot take the place of {type(inner).__qualname__} in {type(attention).__qualname__}: build the "
-            "model with attn_backend='varlen', which context parallelism does not serve"
+            f"MuSe cannot replace {type(inner).__qualname__} in {type(attention).__qualname__}: build the "
+            "model with attn_backend='varlen', which context parallelism does not support"
         )
 
 

@@ -203,7 +203,7 @@ def candidates(length: int, *, added: Sequence[str] = (), only: Sequence[str] = 
     blocks = [max(SMALLEST_BLOCK, length // number) for number in BLOCKS]
     if blocks[0] >= length:
         raise ValueError(
-            f"{length} tokens fit into one block of {SMALLEST_BLOCK}, which is exact attention; choose more by --length"
+            f"{length} tokens fit in one block of {SMALLEST_BLOCK}, which is exact attention; choose a longer --length"
         )
     grid = [
         MuSeConfig(query_clusters=queries, key_clusters=keys, block_size=block, tolerance=tolerance)

@@ -106,7 +106,7 @@ def bench(
     ] = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Measure time, memory and error of attentions, and of scaled_dot_product_attention beside them.
+    """Measure time, memory and error of attentions, and of scaled_dot_product_attention for comparison.
 
     All attentions of one length take turns, so that ratios compare the same moments. Before the timed runs there is
     one warm-up, which is not counted; on a CPU a warm-up of more than a few seconds counts as the first repeat. On
@@ -115,8 +115,8 @@ def bench(
     With --documents it measures packed documents instead, laid out as (tokens, heads, head_dim), and muse_attention
     too if there is one document.
 
-    Writes NAME.json on the way, and NAME.md, NAME.csv, NAME.html and pictures at the end. Run again, it adds what is
-    missing.
+    Writes NAME.json as it goes, and NAME.md, NAME.csv, NAME.html and pictures at the end. Run it again to add what
+    is missing.
     """
     with user_errors(), busy("looking for a GPU" if captures is None else f"reading {captures}"):
         place = Place.choose(device, dtype)

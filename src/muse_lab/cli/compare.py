@@ -48,7 +48,8 @@ class ComparisonRequest:
 
     corpus: Annotated[Path, option("Corpus directory of `muse prepare` that the runs were trained on.")] = _CORPUS
     attention: Annotated[
-        Words, attentions("Attention to test with, beside exact attention", "those that the runs were trained with")
+        Words,
+        attentions("Attention to test with, in addition to exact attention", "those that the runs were trained with"),
     ] = None
     samples: Annotated[
         int,
@@ -101,7 +102,7 @@ def compare(
 ) -> None:
     """Compare training runs: held-out loss under their own and other attentions, by position, speed, scaling law.
 
-    Writes compare.json after every measured sample, and reports at the end. Run again, it adds what is missing.
+    Writes compare.json after every measured sample, and reports at the end. Run it again to add what is missing.
     """
     with user_errors():
         request.check()
@@ -209,7 +210,7 @@ def _length(runs: Sequence[StoredRun], asked_for: int | None) -> int:
     lengths = sorted({run.recipe.length for run in runs})
     if asked_for is None and len(lengths) > 1:
         raise ValueError(
-            f"the runs were trained on {' and '.join(map(format_size, lengths))} tokens; choose one length by --length"
+            f"the runs were trained on {' and '.join(map(format_size, lengths))} tokens; choose one with --length"
         )
     length = asked_for or lengths[0]
     if length > lengths[0]:

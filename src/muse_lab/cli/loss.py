@@ -43,7 +43,8 @@ def loss(
     attention: Annotated[
         Words,
         attentions(
-            "Attention to measure beside exact attention", "those of the paper's figure, around the paper's sizes"
+            "Attention to measure in addition to exact attention",
+            "those of the paper's figure, around the paper's sizes",
         ),
     ] = None,
     preset: Annotated[
@@ -52,7 +53,7 @@ def loss(
     other_ending: Annotated[
         float | None,
         option(
-            "Also measure how the loss on this first share of each sample changes when the next one's ending follows.",
+            "Also measure how the loss on this first fraction of a sample changes if the next sample's ending follows.",
             "not measured",
         ),
     ] = None,
@@ -61,7 +62,7 @@ def loss(
     """Measure a language model's loss at every position of long texts, under one attention after another.
 
     Writes NAME.json after every sample of every attention, and NAME.md, NAME.csv, NAME.png and NAME.html at the end.
-    Run again, it adds what is missing.
+    Run it again to add what is missing.
     """
     with user_errors():
         tokens_each = parse_size(length)

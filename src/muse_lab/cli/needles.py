@@ -61,7 +61,7 @@ _GRADIENTS_HELP = (
 )
 _RUN = ModelRun(output=Path("out/needles"))
 _LENGTHS = "2k,4k,8k"
-evaluations = typer.Typer(help="Ask a language model for answers, under any attention.")
+evaluations = typer.Typer(help="Evaluate a language model under any attention.")
 app.add_typer(evaluations, name="eval")
 
 
@@ -83,7 +83,7 @@ def needles(
     length: Annotated[Words, listed("Sample length in tokens; k means 1024.", _LENGTHS)] = None,
     kind: Annotated[Words, listed("Kinds of needles.", ",".join(KINDS))] = None,
     attention: Annotated[
-        Words, attentions("Attention that reads the prompt, beside exact attention", "MuSeConfig.for_length")
+        Words, attentions("Attention that reads the prompt, in addition to exact attention", "MuSeConfig.for_length")
     ] = None,
     samples_per_depth: Annotated[int, option("Samples per kind, length and depth (nine depths).")] = 2,
     lookups: Annotated[bool, flag("--lookups", _LOOKUPS_HELP)] = False,
@@ -93,8 +93,8 @@ def needles(
 ) -> None:
     """Ask a language model for uids that are defined far back in a repository: code needle-in-a-haystack.
 
-    Writes NAME.json on the way, and NAME.md, NAME.csv, pictures and NAME.html at the end. Run again, it adds what is
-    missing, and tries failed samples again.
+    Writes NAME.json as it goes, and NAME.md, NAME.csv, pictures and NAME.html at the end. Run it again to add what is
+    missing and retry failed samples.
     """
     texts, asked_for, kinds = text or [], attention or ["muse"], kind or list(KINDS)
     with user_errors():
@@ -114,7 +114,7 @@ def needles(
             raise ValueError("a haystack is either a corpus or texts; leave out --corpus or --text")
         stem = run.name_for(model)
         if stem in (COMPARED, OVER_TRAININGS):
-            raise ValueError(f"--name {stem} is that of the comparison of several models; choose another")
+            raise ValueError(f"--name {stem} is reserved for comparisons of several models; choose another")
         measured = _LOOKUPS if lookups else _GRADIENTS if gradients else _ANSWERS
         measurement: Measurement[MeasuredSamples] = Measurement(
             *(context, measured.results, run, stem),

@@ -49,7 +49,7 @@ def prepare(
     ] = None,
     content: Annotated[
         str,
-        typer.Option(help="What to read of repositories: code, or prose (documentation and texts)."),
+        typer.Option(help="What to read from repositories: code, or prose (documentation and texts)."),
     ] = CODE,
     topic: Annotated[str | None, typer.Option(help="LongMino topic, such as science_tech.", show_default="all")] = None,
     length_bucket: Annotated[
@@ -163,9 +163,9 @@ class _Part(NamedTuple):
         if self.content not in (CODE, PROSE):
             raise ValueError(f"unknown content {self.content!r}; use {CODE} or {PROSE}")
         if self.content == PROSE and kind != "repositories":
-            raise ValueError(f"--content {PROSE} is taken out of repositories; leave it out for the kind {kind}")
+            raise ValueError(f"--content {PROSE} is read from repositories only; leave it out for the kind {kind}")
         if (self.topic or self.length_bucket) and kind != "dolma":
-            raise ValueError(f"--topic and --length-bucket are of LongMino, the kind dolma, not {kind}; leave them out")
+            raise ValueError(f"--topic and --length-bucket are for LongMino (kind dolma), not {kind}; leave them out")
 
     def in_words(self) -> str:
         """Empty if everything is read."""
@@ -192,7 +192,7 @@ def _repositories(
     if kind == "dolma":
         return dolma_documents(paths, topic=part.topic, length_bucket=part.length_bucket)
     if contents is None:
-        raise ValueError("The Stack v2 has only ids: give the folder or URL of the contents by --contents")
+        raise ValueError("The Stack v2 has only ids: give the folder or URL of the contents with --contents")
     return stack_repositories(paths, open_contents(contents, largest=settings.largest_code))
 
 

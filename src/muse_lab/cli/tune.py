@@ -46,7 +46,7 @@ class _Options:
         float | None,
         option(
             "Maximum relative squared error, pooled over heads.",
-            "that of the paper's sizes, finding as many single keys",
+            "that of the paper's sizes, at no fewer single keys found",
         ),
     ] = None
     heads: Annotated[int, option("Number of heads to measure, spread over the layers.")] = 12
@@ -93,7 +93,7 @@ def tune(context: typer.Context, options: _Options = _OPTIONS, run: ModelRun = _
     and on this device.
 
     Measures time (forward and backward) and error of a grid of configurations. Writes NAME.json after each, and
-    NAME.md, NAME.csv, NAME.html and NAME.png at the end. Run again, it adds what is missing.
+    NAME.md, NAME.csv, NAME.html and NAME.png at the end. Run it again to add what is missing.
     """
     with user_errors():
         options.check()

@@ -81,7 +81,7 @@ def read_initial(corpus: Corpus, recipe: Recipe) -> InitialWeights:
     expected = make_empty_model(corpus, recipe)
     shapes = {name: parameter.shape for name, parameter in expected.named_parameters()}
     if {name: weight.shape for name, weight in weights.items()} != shapes:
-        raise ValueError(f"{setting} is another model than that of scale={recipe.scale}; choose its scale")
+        raise ValueError(f"{setting} is not a model of scale={recipe.scale}; choose its scale")
     for name, weight in weights.items():
         if not weight.is_floating_point() or not torch.isfinite(weight.float()).all():
             raise ValueError(f"{setting} is damaged: {name} has numbers that are not finite; give another")

@@ -121,7 +121,7 @@ class Captures:
             wanted = f"{key_heads} of {number / key_heads:g}"
             raise ValueError(
                 f"{available} groups of {self.group_size} heads were captured, not {wanted}; choose other --heads and "
-                "--key-heads, or capture groups by muse tune --save-captures FILE --groups"
+                "--key-heads, or capture groups with muse tune --save-captures FILE --groups"
             )
         shared = spread(available, key_heads)
         return [key_head * self.group_size + place for key_head in shared for place in range(size)], shared
@@ -158,7 +158,7 @@ class Captures:
         if length > self.length and not repeat:
             raise ValueError(
                 f"the captured samples have {self.length} tokens, less than {length}; choose a smaller --length, or "
-                "lay them end to end by --repeat-captures"
+                "concatenate them with --repeat-captures"
             )
         return max(1, self.samples // -(-length // self.length))
 
@@ -237,13 +237,13 @@ def save_captures(captures: Captures, path: Path, *, compact: bool = False) -> N
 def load_captures(path: Path) -> Captures:
     """Read what `save_captures` wrote; raises ValueError for any other file."""
     if not path.is_file():
-        raise ValueError(f"there is no file {str(path)!r} of captures; write one by muse tune --save-captures FILE")
+        raise ValueError(f"there is no file {str(path)!r} of captures; write one with muse tune --save-captures FILE")
     try:
         return _read(path)
     except ImportError:
         raise ValueError(f"reading {path.name} needs the package safetensors; install it, or save as .pt") from None
     except Exception:  # each reader has errors of its own for other files
-        raise ValueError(f"{path} does not hold captures; write them by muse tune --save-captures FILE") from None
+        raise ValueError(f"{path} does not hold captures; write them with muse tune --save-captures FILE") from None
 
 
 def _read(path: Path) -> Captures:

@@ -54,7 +54,7 @@ def check_replaceable(files: Iterable[Path]) -> None:
     pages = [file for file in existing if file.suffix in _SIGNS]
     foreign = [file for file in pages if not _has_sign(file)] if pages else existing
     for file in foreign:
-        raise FileExistsError(errno.EEXIST, "it is there already, and not of a report; move it away", str(file))
+        raise FileExistsError(errno.EEXIST, "it exists and is not part of a report; move it away", str(file))
 
 
 def _has_sign(page: Path) -> bool:

@@ -1,7 +1,7 @@
-"""Stage 3: for each block, the summaries of all blocks it sees as one, and the way back.
+"""Stage 3: for each block, one summary per key cluster of all blocks that it sees, and its gradients.
 
-A program owns some key clusters as seen from a query cluster, and walks over the blocks: what it has accumulated so far
-is the summary that the queries of the next block see.
+A program has some key clusters of one query cluster and walks over the blocks: what it has accumulated so far is the
+summary that the queries of the next block see.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ class Accumulated:
     seen: Summaries
     """(H, Q, nb, K, ...)"""
     mass_before: Tensor
-    """(H, Q, nb, K): log-mass of the blocks before; the log-mass of `seen` itself if these are all it sees"""
+    """(H, Q, nb, K): log-mass of the earlier blocks; that of `seen` itself with causal attention"""
     mass_after: Tensor
-    """(H, Q, nb, K): log-mass of the blocks after; `mass_before` if nothing after is seen"""
+    """(H, Q, nb, K): log-mass of the later blocks; `mass_before` with causal attention"""
 
 
-def accumulate(of_buckets: Summaries, *, is_causal: bool) -> Accumulated:
-    """What is seen of the summaries from each block."""
-    heads, query_clusters, blocks, key_clusters = of_buckets.log_mass.shape
-    seen = Summaries(*(torch.empty_like(part) for part in of_buckets.parts()))
+def accumulate(bucket_summaries: Summaries, *, is_causal: bool) -> Accumulated:
+    """The summaries of all that each block sees."""
+    heads, query_clusters, blocks, key_clusters = bucket_summaries.log_mass.shape
+    seen = Summaries(*(torch.empty_like(part) for part in bucket_summaries.parts()))
     before = seen.log_mass if is_causal else torch.empty_like(seen.log_mass)
     after = before if is_causal else torch.empty_like(seen.log_mass)
-    constants = _constants(of_buckets)
+    constants = _constants(bucket_summaries)
     _accumulate[(cdiv(key_clusters, constants["TILE"]), query_clusters, heads)](
-        **pointers(of_buckets), **pointers(seen, "seen_"), mass_before_ptr=before, mass_after_ptr=after, blocks=blocks,
-        key_clusters=key_clusters, IS_CAUSAL=is_causal, **constants,
+        **pointers(bucket_summaries), **pointers(seen, "seen_"), mass_before_ptr=before, mass_after_ptr=after,
+        blocks=blocks, key_clusters=key_clusters, IS_CAUSAL=is_causal, **constants,
     )  # fmt: skip
     return Accumulated(seen, before, after)
 
 
 def accumulate_backward(
     gradient: Summaries,
-    of_buckets: Summaries,
+    bucket_summaries: Summaries,
     accumulated: Accumulated,
     listed: Tensor,
     key_offset: Tensor,
@@ -60,17 +60,17 @@ def accumulate_backward(
 ) -> None:
     """Add to `add_to` the gradients of each block's summaries, from the `gradient` of the accumulated ones.
 
-    `listed` (H, Q, K) is not negative for the clusters in which `add_to` has anything to be added to.
+    `listed` (H, Q, K) is negative for clusters whose entries of `add_to` are not written yet.
 
-    The gradient of a log-mass is taken at fixed sums instead of fixed means: it lacks what the gradients of the means
-    have along the means. In that form shares of it simply add up. In `gradient` these sums are of keys less the
-    `key_offset`; what is left in `add_to` is for sums of the keys themselves, or, where aggregation is frozen, at fixed
-    means again.
+    The gradient of a log-mass is taken with the sums of keys and values fixed, instead of their means: it lacks the
+    component of the means' gradients along the means. In that form it is additive over blocks. In `gradient` these are
+    sums of keys less the `key_offset`; the result in `add_to` refers to sums of the keys themselves, or to fixed means
+    if aggregation is frozen.
     """
     heads, query_clusters, blocks, key_clusters = gradient.log_mass.shape
-    constants = _constants(of_buckets)
+    constants = _constants(bucket_summaries)
     _accumulate_backward[(cdiv(key_clusters, constants["TILE"]), query_clusters, heads)](
-        **pointers(gradient, "grad_"), **pointers(of_buckets), seen_mass_ptr=accumulated.seen.log_mass,
+        **pointers(gradient, "grad_"), **pointers(bucket_summaries), seen_mass_ptr=accumulated.seen.log_mass,
         mass_before_ptr=accumulated.mass_before, mass_after_ptr=accumulated.mass_after, listed_ptr=listed,
         key_offset_ptr=key_offset, **pointers(add_to, "add_"), blocks=blocks, key_clusters=key_clusters,
         shared_by=heads // key_offset.shape[0], IS_CAUSAL=is_causal, IS_FROZEN=not differentiable_aggregation,
@@ -79,7 +79,7 @@ def accumulate_backward(
 
 
 def _constants(summaries: Summaries) -> dict[str, Any]:
-    """What is compiled in. `TILE` key clusters are what a program holds that walks over the blocks."""
+    """What is compiled in. A program holds `TILE` key clusters."""
     key_clusters = summaries.log_mass.shape[-1]
     head_dim, value_dim = summaries.key_mean.shape[-1], summaries.value_mean.shape[-1]
     return {
@@ -120,20 +120,20 @@ def _accumulate(
     query_cluster = tl.program_id(2).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
     offs_cluster = tl.program_id(0) * TILE + tl.arange(0, TILE)  # [TILE]
     mask_cluster = offs_cluster < key_clusters  # [TILE]
-    entry = query_cluster * blocks * key_clusters
+    cluster_base = query_cluster * blocks * key_clusters
 
-    # 1. What comes before each block. With causal attention that is all it sees.
+    # 1. Summaries of the blocks before each block. With causal attention that is all it sees.
     before_log = tl.full([TILE], float("-inf"), ACC)
     before_keys = tl.zeros([TILE, padded(D)], ACC)  # [TILE, D]
     before_values = tl.zeros([TILE, padded(DV)], ACC)  # [TILE, DV]
     for block in range(blocks):
-        at = entry + block * key_clusters
-        tl.store(mass_before_ptr + at + offs_cluster, before_log, mask=mask_cluster)
-        store_rows(seen_key_mean_ptr, at, offs_cluster, mask_cluster, before_keys, D)
-        store_rows(seen_value_mean_ptr, at, offs_cluster, mask_cluster, before_values, DV)
-        log_mass = tl.load(mass_ptr + at + offs_cluster, mask=mask_cluster, other=float("-inf"))  # [TILE]
-        own_keys = load_rows(key_mean_ptr, at, offs_cluster, mask_cluster, D).to(ACC)  # [TILE, D]
-        own_values = load_rows(value_mean_ptr, at, offs_cluster, mask_cluster, DV).to(ACC)  # [TILE, DV]
+        base = cluster_base + block * key_clusters
+        tl.store(mass_before_ptr + base + offs_cluster, before_log, mask=mask_cluster)
+        store_rows(seen_key_mean_ptr, base, offs_cluster, mask_cluster, before_keys, D)
+        store_rows(seen_value_mean_ptr, base, offs_cluster, mask_cluster, before_values, DV)
+        log_mass = tl.load(mass_ptr + base + offs_cluster, mask=mask_cluster, other=float("-inf"))  # [TILE]
+        own_keys = load_rows(key_mean_ptr, base, offs_cluster, mask_cluster, D).to(ACC)  # [TILE, D]
+        own_values = load_rows(value_mean_ptr, base, offs_cluster, mask_cluster, DV).to(ACC)  # [TILE, DV]
         together = _log_of_sum(before_log, log_mass)  # [TILE]
         # [TILE], [TILE]
         share, share_before = _exp_of_difference(log_mass, together), _exp_of_difference(before_log, together)
@@ -141,30 +141,30 @@ def _accumulate(
         before_values = before_values * share_before[:, None] + own_values * share[:, None]
         before_log = together
 
-    # 2. Now backwards: what comes after each block joins what was seen before it.
+    # 2. Backwards: add the blocks after each block.
     if not IS_CAUSAL:
         after_log = tl.full([TILE], float("-inf"), ACC)
         after_keys = tl.zeros([TILE, padded(D)], ACC)  # [TILE, D]
         after_values = tl.zeros([TILE, padded(DV)], ACC)  # [TILE, DV]
         tl.debug_barrier()
         for step in range(blocks):
-            at = entry + (blocks - 1 - step) * key_clusters
-            before_log = tl.load(mass_before_ptr + at + offs_cluster, mask=mask_cluster, other=float("-inf"))
+            base = cluster_base + (blocks - 1 - step) * key_clusters
+            before_log = tl.load(mass_before_ptr + base + offs_cluster, mask=mask_cluster, other=float("-inf"))
             together = _log_of_sum(before_log, after_log)
             share_before, share = _exp_of_difference(before_log, together), _exp_of_difference(after_log, together)
-            before_keys = load_rows(seen_key_mean_ptr, at, offs_cluster, mask_cluster, D).to(ACC)
-            before_values = load_rows(seen_value_mean_ptr, at, offs_cluster, mask_cluster, DV).to(ACC)
+            before_keys = load_rows(seen_key_mean_ptr, base, offs_cluster, mask_cluster, D).to(ACC)
+            before_values = load_rows(seen_value_mean_ptr, base, offs_cluster, mask_cluster, DV).to(ACC)
             both_keys = before_keys * share_before[:, None] + after_keys * share[:, None]  # [TILE, D]
             both_values = before_values * share_before[:, None] + after_values * share[:, None]  # [TILE, DV]
-            tl.store(mass_after_ptr + at + offs_cluster, after_log, mask=mask_cluster)
-            tl.store(seen_mass_ptr + at + offs_cluster, together, mask=mask_cluster)
-            store_rows(seen_key_mean_ptr, at, offs_cluster, mask_cluster, both_keys, D)
-            store_rows(seen_value_mean_ptr, at, offs_cluster, mask_cluster, both_values, DV)
-            log_mass = tl.load(mass_ptr + at + offs_cluster, mask=mask_cluster, other=float("-inf"))
+            tl.store(mass_after_ptr + base + offs_cluster, after_log, mask=mask_cluster)
+            tl.store(seen_mass_ptr + base + offs_cluster, together, mask=mask_cluster)
+            store_rows(seen_key_mean_ptr, base, offs_cluster, mask_cluster, both_keys, D)
+            store_rows(seen_value_mean_ptr, base, offs_cluster, mask_cluster, both_values, DV)
+            log_mass = tl.load(mass_ptr + base + offs_cluster, mask=mask_cluster, other=float("-inf"))
             together = _log_of_sum(after_log, log_mass)
             share, share_before = _exp_of_difference(log_mass, together), _exp_of_difference(after_log, together)
-            own_keys = load_rows(key_mean_ptr, at, offs_cluster, mask_cluster, D).to(ACC)
-            own_values = load_rows(value_mean_ptr, at, offs_cluster, mask_cluster, DV).to(ACC)
+            own_keys = load_rows(key_mean_ptr, base, offs_cluster, mask_cluster, D).to(ACC)
+            own_values = load_rows(value_mean_ptr, base, offs_cluster, mask_cluster, DV).to(ACC)
             after_keys = after_keys * share_before[:, None] + own_keys * share[:, None]
             after_values = after_values * share_before[:, None] + own_values * share[:, None]
             after_log = together
@@ -190,10 +190,10 @@ def _accumulate_backward(
     offs_cluster = tl.program_id(0) * TILE + tl.arange(0, TILE)  # [TILE]
     mask_cluster = offs_cluster < key_clusters  # [TILE]
     offs_d = tl.arange(0, padded(D))  # [D]
-    of_key_head = tl.program_id(2) // shared_by * D
-    offset = tl.load(key_offset_ptr + of_key_head + offs_d, mask=offs_d < D, other=0.0)  # [D]
+    key_head_base = tl.program_id(2) // shared_by * D
+    offset = tl.load(key_offset_ptr + key_head_base + offs_d, mask=offs_d < D, other=0.0)  # [D]
     # [TILE]
-    has_own = tl.load(listed_ptr + query_cluster * key_clusters + offs_cluster, mask=mask_cluster, other=-1) >= 0
+    is_listed = tl.load(listed_ptr + query_cluster * key_clusters + offs_cluster, mask=mask_cluster, other=-1) >= 0
     sides: tl.constexpr = 1 if IS_CAUSAL else 2
     for side in tl.static_range(sides):
         side_mass_ptr = mass_before_ptr if side == 0 else mass_after_ptr
@@ -203,45 +203,46 @@ def _accumulate_backward(
         mass_passed = tl.full([TILE], float("-inf"), ACC)
         for step in range(blocks):
             block = blocks - 1 - step if side == 0 else step
-            at = (query_cluster * blocks + block) * key_clusters
+            base = (query_cluster * blocks + block) * key_clusters
             # `running` is the sum over the blocks b passed so far of exp(mass_passed - side_b) times the gradient at b.
             # [TILE]
             share = _exp_of_difference(
-                tl.load(mass_ptr + at + offs_cluster, mask=mask_cluster, other=float("-inf")), mass_passed
+                tl.load(mass_ptr + base + offs_cluster, mask=mask_cluster, other=float("-inf")), mass_passed
             )
-            mask_added = mask_cluster & (has_own if side == 0 else True)  # [TILE]
-            d_keys = load_rows(add_key_mean_ptr, at, offs_cluster, mask_added, D).to(ACC)  # [TILE, D]
-            d_values = load_rows(add_value_mean_ptr, at, offs_cluster, mask_added, DV).to(ACC)  # [TILE, DV]
-            d_mass = tl.load(add_mass_ptr + at + offs_cluster, mask=mask_added, other=0.0) + running * share  # [TILE]
+            mask_added = mask_cluster & (is_listed if side == 0 else True)  # [TILE]
+            d_keys = load_rows(add_key_mean_ptr, base, offs_cluster, mask_added, D).to(ACC)  # [TILE, D]
+            d_values = load_rows(add_value_mean_ptr, base, offs_cluster, mask_added, DV).to(ACC)  # [TILE, DV]
+            d_mass = tl.load(add_mass_ptr + base + offs_cluster, mask=mask_added, other=0.0) + running * share  # [TILE]
             d_keys += running_keys * share[:, None]
             d_values += running_values * share[:, None]
             if side == sides - 1:
                 if IS_FROZEN:
                     # From fixed sums back to fixed means.
-                    own_keys = load_rows(key_mean_ptr, at, offs_cluster, mask_cluster, D)  # [TILE, D]
+                    own_keys = load_rows(key_mean_ptr, base, offs_cluster, mask_cluster, D)  # [TILE, D]
                     d_mass += tl.sum(d_keys * own_keys.to(ACC), 1)
-                    own_values = load_rows(value_mean_ptr, at, offs_cluster, mask_cluster, DV)  # [TILE, DV]
+                    own_values = load_rows(value_mean_ptr, base, offs_cluster, mask_cluster, DV)  # [TILE, DV]
                     d_mass += tl.sum(d_values * own_values.to(ACC), 1)
                 else:
-                    # (What the sums of keys gain by the offset. As the gradient will be read: rounded.)
+                    # (The offset's part of the sums of keys, with the gradient rounded as it will be read.)
                     rounded = d_keys.to(add_key_mean_ptr.dtype.element_ty).to(ACC)  # [TILE, D]
                     d_mass -= tl.sum(rounded * offset[None, :], 1)
-            store_rows(add_key_mean_ptr, at, offs_cluster, mask_cluster, d_keys, D)
-            store_rows(add_value_mean_ptr, at, offs_cluster, mask_cluster, d_values, DV)
-            tl.store(add_mass_ptr + at + offs_cluster, d_mass, mask=mask_cluster)
+            store_rows(add_key_mean_ptr, base, offs_cluster, mask_cluster, d_keys, D)
+            store_rows(add_value_mean_ptr, base, offs_cluster, mask_cluster, d_values, DV)
+            tl.store(add_mass_ptr + base + offs_cluster, d_mass, mask=mask_cluster)
 
-            side_log = tl.load(side_mass_ptr + at + offs_cluster, mask=mask_cluster, other=float("-inf"))  # [TILE]
+            side_log = tl.load(side_mass_ptr + base + offs_cluster, mask=mask_cluster, other=float("-inf"))  # [TILE]
             # Where nothing is seen, nothing was attended to: there is no gradient, written or not.
             mask_seen = mask_cluster & (side_log > float("-inf"))  # [TILE]
-            here_keys = load_rows(grad_key_mean_ptr, at, offs_cluster, mask_seen, D).to(ACC)  # [TILE, D]
-            here_values = load_rows(grad_value_mean_ptr, at, offs_cluster, mask_seen, DV).to(ACC)  # [TILE, DV]
-            here = tl.load(grad_mass_ptr + at + offs_cluster, mask=mask_seen, other=0.0)  # [TILE]
+            here_keys = load_rows(grad_key_mean_ptr, base, offs_cluster, mask_seen, D).to(ACC)  # [TILE, D]
+            here_values = load_rows(grad_value_mean_ptr, base, offs_cluster, mask_seen, DV).to(ACC)  # [TILE, DV]
+            here = tl.load(grad_mass_ptr + base + offs_cluster, mask=mask_seen, other=0.0)  # [TILE]
             if not IS_CAUSAL:
-                seen_log = tl.load(seen_mass_ptr + at + offs_cluster, mask=mask_cluster, other=float("-inf"))  # [TILE]
-                of_side = _exp_of_difference(side_log, seen_log)  # [TILE]
-                here_keys *= of_side[:, None]
-                here_values *= of_side[:, None]
-                here *= of_side
+                # [TILE]
+                seen_log = tl.load(seen_mass_ptr + base + offs_cluster, mask=mask_cluster, other=float("-inf"))
+                side_share = _exp_of_difference(side_log, seen_log)  # [TILE]
+                here_keys *= side_share[:, None]
+                here_values *= side_share[:, None]
+                here *= side_share
             kept = _exp_of_difference(side_log, mass_passed)  # [TILE]
             running = here + running * kept
             running_keys = here_keys + running_keys * kept[:, None]

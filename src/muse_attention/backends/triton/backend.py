@@ -1,4 +1,4 @@
-"""The backend `triton`, for CUDA: each of its passes is one list of launches, which the `schedule` runs."""
+"""The backend `triton`, for CUDA: each pass is one list of launches, run by `schedule`."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class TritonBackend(Backend):
             return blockwise.find_clusters(query, key, config, is_causal=is_causal, scale=scale)
         sides = sides_to_cluster(query, key, config, scale=scale)
         order = shuffled_positions(key.shape[2], config.seed, key.device)
-        how = tuple((side.factor, side.clusters, side.cap) for side in sides)
+        side_settings = tuple((side.factor, side.clusters, side.cap) for side in sides)
         vectors = [aligned(side.vectors) for side in sides]
-        return join_sides(query, *schedule.run(find_clusters, (order, *vectors), (how, config)))
+        return join_sides(query, *schedule.run(find_clusters, (order, *vectors), (side_settings, config)))
 
     def choose_blocks(self, query: Tensor, means: Tensor, config: MuSeConfig, *, is_causal: bool) -> Selection:
         return Selection(*schedule.run(choose_blocks, (aligned(query), aligned(means)), (config, is_causal)))
@@ -99,7 +99,7 @@ class TritonBackend(Backend):
 
 
 def _inputs(call: Call) -> tuple[Tensor, ...]:
-    """Queries, keys, values, and what the kernels of a method read of their clusters."""
+    """Queries, keys, values, and the parts of their clusters that the method reads."""
     clusters, wide = call.clusters, compute_dtype(call.query.dtype)
     tensors = (
         aligned(call.query),
@@ -116,7 +116,7 @@ def _inputs(call: Call) -> tuple[Tensor, ...]:
 
 
 def _picks(config: MuSeConfig, selection: Selection | None) -> tuple[Tensor | None, ...]:
-    """What the kernels of a method read of a selection, or write where there is none."""
+    """The tensors of a selection that the method reads; None, which it writes, without a selection."""
     if config.tolerance is not None:
         return (None if selection is None else aligned(selection.retrieved),)
     if selection is None:

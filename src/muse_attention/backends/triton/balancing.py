@@ -1,4 +1,4 @@
-"""Balanced assignment: a centroid may have at most so many vectors of a block."""
+"""Balanced assignment: a limit on the vectors of a block that one centroid may have."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from muse_attention.config import MuSeConfig
 
 
 def keep_under_cap(vectors: Vectors, centroids: Tensor, assignment: Tensor, cap: int, config: MuSeConfig) -> None:
-    """Let each centroid have at most `cap` vectors of a block: change the (heads, N) assignment to the nearest.
+    """Limit each centroid to `cap` vectors of a block, in place: `assignment` is (heads, N), to the nearest centroid.
 
     In rounds: every unassigned vector proposes to the nearest centroid that has room, and each centroid accepts
     proposals, lowest position first, until it is full.
@@ -40,13 +40,13 @@ def keep_under_cap(vectors: Vectors, centroids: Tensor, assignment: Tensor, cap:
     )  # fmt: skip
 
 
-@kernel(stage="clustering", do_not_specialize=["block_size", "cap", "of_first", "length", "clusters"])
+@kernel(stage="clustering", do_not_specialize=["block_size", "cap", "first_heads", "length", "clusters"])
 def _move_overflow(
     first_ptr, second_ptr, centroids_ptr, assignment_ptr, order_ptr, starts_ptr, waiting_ptr, rooms_ptr, block_size,
-    cap, of_first, length, clusters, FACTOR: tl.constexpr, D: tl.constexpr, CP: tl.constexpr, CHUNK: tl.constexpr,
+    cap, first_heads, length, clusters, FACTOR: tl.constexpr, D: tl.constexpr, CP: tl.constexpr, CHUNK: tl.constexpr,
     TILE: tl.constexpr, SCAN: tl.constexpr, RANKS: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """Of one block: find who was rejected in the first round, then go on in rounds until nobody waits.
+    """One block: find the rows beyond the cap in the first round, then go on in rounds until no row waits.
 
     Grid: (nb, heads). `first_ptr`, `second_ptr`: (heads, N, D); `centroids_ptr`: (heads, C, D); `assignment_ptr`:
     (heads, N) int32, in place; `order_ptr`: (heads, N) int32 and `starts_ptr`: (heads, C nb + 1) int32, the first
@@ -62,10 +62,10 @@ def _move_overflow(
     largest = tl.max(size, 0)
     if largest <= cap:
         return
-    of_sequence = sequence.to(tl.int64) * length
-    assignment_ptr += of_sequence
-    order_ptr += of_sequence
-    waiting_ptr += of_sequence
+    sequence_base = sequence.to(tl.int64) * length
+    assignment_ptr += sequence_base
+    order_ptr += sequence_base
+    waiting_ptr += sequence_base
     begin_of_block = block * block_size
     end_of_block = tl.minimum(begin_of_block + block_size, length)
 
@@ -85,13 +85,13 @@ def _move_overflow(
         mask_row = begin + offs_scan < end_of_block  # [SCAN]
         marked = tl.load(waiting_ptr + begin + offs_scan, mask=mask_row, other=0)  # [SCAN]
         tl.debug_barrier()
-        to = begin_of_block + count + tl.cumsum(marked, 0) - marked  # [SCAN]
-        tl.store(waiting_ptr + to, begin + offs_scan, mask=mask_row & (marked > 0))
+        target = begin_of_block + count + tl.cumsum(marked, 0) - marked  # [SCAN]
+        tl.store(waiting_ptr + target, begin + offs_scan, mask=mask_row & (marked > 0))
         count += tl.sum(marked, 0)
     tl.debug_barrier()
 
     # 3. Rounds of proposals.
-    vectors_ptr = vectors_of_sequence(first_ptr, second_ptr, sequence, of_first, length, D)
+    vectors_ptr = vectors_of_sequence(first_ptr, second_ptr, sequence, first_heads, length, D)
     if CHUNK == CP:
         current = load_centroids(centroids_ptr, sequence, 0, clusters, D, CP)  # [CP, D]
         rounded, norms = half_norms(current, 0, clusters, CP, first_ptr.dtype.element_ty, ACC)  # [CP, D], [CP]
@@ -103,11 +103,11 @@ def _move_overflow(
             tl.store(rooms_ptr + offs_cluster, room, mask=offs_cluster < clusters)
             tl.debug_barrier()
         proposed = tl.zeros([CP], tl.int32)
-        still = 0
+        still_waiting = 0
         for begin in range(0, count, TILE):
             mask_row = begin + offs_place < count  # [TILE]
             offs_row = tl.load(waiting_ptr + begin_of_block + begin + offs_place, mask=mask_row, other=0)  # [TILE]
-            x = load_vectors(vectors_ptr, offs_row, mask_row, sequence < of_first, FACTOR, D, ACC)  # [TILE, D]
+            x = load_vectors(vectors_ptr, offs_row, mask_row, sequence < first_heads, FACTOR, D, ACC)  # [TILE, D]
             if CHUNK == CP:
                 scores = affinity(x, rounded, norms, ACC)  # [TILE, CP]
                 choice = argmax(tl.where((room > 0)[None, :], scores, float("-inf")), CP, x.dtype)  # [TILE]
@@ -119,10 +119,10 @@ def _move_overflow(
             tl.store(assignment_ptr + offs_row, choice, mask=mask_row & accepted)
             rejected = (mask_row & ~accepted).to(tl.int32)  # [TILE]
             tl.debug_barrier()
-            to = begin_of_block + still + tl.cumsum(rejected, 0) - rejected  # [TILE]
-            tl.store(waiting_ptr + to, offs_row, mask=rejected > 0)
-            still += tl.sum(rejected, 0)
+            target = begin_of_block + still_waiting + tl.cumsum(rejected, 0) - rejected  # [TILE]
+            tl.store(waiting_ptr + target, offs_row, mask=rejected > 0)
+            still_waiting += tl.sum(rejected, 0)
             proposed += tl.sum(member.to(tl.int32), 0)
         room = tl.maximum(room - proposed, 0)
-        count = still
+        count = still_waiting
         tl.debug_barrier()

@@ -15,7 +15,7 @@ CHOOSE_BLOCKS = {
     256: {"ROWS": 64, "BLOCKS": 64, "num_warps": 4, "num_stages": 2},
     1024: {"ROWS": 32, "BLOCKS": 32, "num_warps": 4, "num_stages": 1},
 }
-"""By the bytes of a row. Not tuned."""
+"""By the largest number of bytes in a row. Not tuned."""
 
 
 def choose_blocks(query: Tensor, means: Tensor, config: MuSeConfig, is_causal: bool) -> tuple[Tensor, Tensor]:
@@ -40,8 +40,8 @@ def _choose_blocks(
     queries_ptr, means_ptr, opened_ptr, retrieved_ptr, count, length, blocks, own_size, blocks_of_own, shared_by,
     IS_CAUSAL: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """The best blocks of each query of a tile, one after another. Each time the logits are computed again: they
-    need no room, and any number of blocks can be chosen.
+    """The best blocks of each query of a tile, one by one. Logits are computed anew for each choice and never stored,
+    so any number of blocks can be chosen.
 
     Grid: (N / ROWS, H). `queries_ptr`: (H, N, D); `means_ptr`: (G, blocks, D), in the precision of the queries;
     `opened_ptr`, `retrieved_ptr`: (H, N, count) int32.
@@ -60,25 +60,25 @@ def _choose_blocks(
     last_block = tl.full([ROWS], -1, tl.int32)
     for number in range(count):
         best = tl.full([ROWS], float("-inf"), ACC)
-        found = tl.full([ROWS], -1, tl.int32)
+        chosen = tl.full([ROWS], -1, tl.int32)
         for first in range(0, seen, BLOCKS):
             offs_block = first + tl.arange(0, BLOCKS)  # [BLOCKS]
             means = load_rows(means_ptr, first_mean, offs_block, offs_block < seen, D)  # [BLOCKS, D]
             logits = dot(queries, tl.trans(means), ACC)  # [ROWS, BLOCKS]
-            # What is no number counts as the largest, as in PyTorch, and so gets into the output.
+            # NaN counts as the largest, as in PyTorch, and so reaches the output.
             logits = tl.where(logits == logits, logits, float("inf"))
             owner = offs_block // blocks_of_own  # [BLOCKS]
             # [ROWS, BLOCKS]
             candidate = owner[None, :] < own[:, None] if IS_CAUSAL else owner[None, :] != own[:, None]
-            # Those that come after the last one found: with a lower score, or later with the same.
+            # Only what ranks after the last choice: a lower score, or an equal one further on.
             candidate &= (logits < last_score[:, None]) | (
                 (logits == last_score[:, None]) & (offs_block[None, :] > last_block[:, None])
             )
             candidate &= (offs_block < seen)[None, :]
             score, column = tl.max(tl.where(candidate, logits, float("-inf")), 1, return_indices=True)  # [ROWS], [ROWS]
-            found = tl.where(score > best, first + column, found)
+            chosen = tl.where(score > best, first + column, chosen)
             best = tl.maximum(best, score)
         offs = (head * length + offs_row) * count + number  # [ROWS]
-        tl.store(opened_ptr + offs, tl.where(found < 0, -1, found % blocks_of_own), mask=mask_row)
-        tl.store(retrieved_ptr + offs, tl.where(found < 0, -1, found // blocks_of_own), mask=mask_row)
-        last_score, last_block = best, found
+        tl.store(opened_ptr + offs, tl.where(chosen < 0, -1, chosen % blocks_of_own), mask=mask_row)
+        tl.store(retrieved_ptr + offs, tl.where(chosen < 0, -1, chosen // blocks_of_own), mask=mask_row)
+        last_score, last_block = best, chosen

@@ -1,6 +1,6 @@
-"""Stage 2: each bucket as seen from each query cluster, and the way back to keys and values.
+"""Stage 2: a summary of each bucket for each query cluster, and gradients of keys and values from the summaries.
 
-Means of keys are stored less the `key_offset` of their head, wherever a structure or an argument holds them.
+Every mean of keys is stored less the `key_offset` of its head.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ SUMMARISE = {
     512: {"TILE": 16, "KEYS": 16, "num_warps": 4, "num_stages": 1},
 }
 SMALL_BUCKET = 20
-"""Keys of a bucket on average, up to which keys are taken 16 at a time."""
+"""If buckets have at most this many keys on average, keys are loaded 16 at a time."""
 SUMMARISE_BACKWARD = {
     128: {"TILE": 16, "num_warps": 4, "num_stages": 2, "maxnreg": 128},
     256: {"TILE": 32, "num_warps": 4, "num_stages": 2},
     512: {"TILE": 16, "num_warps": 4, "num_stages": 1},
 }
 ROWS_OF_TILE = 64
-"""Keys of one bucket whose gradients one program sums."""
+"""Keys in a tile, all of one bucket: one program sums their gradients."""
 
 
 @dataclass(frozen=True)
@@ -48,55 +48,55 @@ class PairGradients:
 
     @property
     def pieces(self) -> int:
-        """Room for so many in each head."""
+        """Room in each head."""
         return self.keys.shape[1]
 
 
-def new_gradient(of_buckets: Summaries) -> Summaries:
-    """Room for the gradient of summaries; every entry is to be written."""
-    dtype = gradient_dtype(of_buckets.key_mean.dtype)
+def new_gradient(summaries: Summaries) -> Summaries:
+    """Uninitialised memory for the gradient of summaries."""
+    dtype = gradient_dtype(summaries.key_mean.dtype)
     return Summaries(
-        torch.empty_like(of_buckets.log_mass),
-        torch.empty_like(of_buckets.key_mean, dtype=dtype),
-        torch.empty_like(of_buckets.value_mean, dtype=dtype),
+        torch.empty_like(summaries.log_mass),
+        torch.empty_like(summaries.key_mean, dtype=dtype),
+        torch.empty_like(summaries.value_mean, dtype=dtype),
     )
 
 
 def pointers(summaries: Summaries, prefix: str = "") -> dict[str, Tensor]:
-    """Log-masses and means, or their gradients, as kernels take them."""
+    """Log-masses and means, or their gradients, as arguments of kernels."""
     return {**pointers_of_logits(summaries, prefix), f"{prefix}value_mean_ptr": summaries.value_mean}
 
 
 def pointers_of_logits(summaries: Summaries, prefix: str = "") -> dict[str, Tensor]:
-    """What tells logits, as kernels take it: all but the means of values."""
+    """What logits are computed from, as arguments of kernels: all but the means of values."""
     return {f"{prefix}mass_ptr": summaries.log_mass, f"{prefix}key_mean_ptr": summaries.key_mean}
 
 
 def summarise(
     keys: Tensor, values: Tensor, centroids: Tensor, buckets: Groups, key_offset: Tensor, *, blocks: int
 ) -> Summaries:
-    """(H, Q, nb, K, ...) of (G, N, D) keys and (G, N, Dv) values, in the order of `buckets`, from (H, Q, D) query
-    centroids. Means of keys are less the (G, D) `key_offset`."""
+    """(H, Q, nb, K, ...) summaries of (G, N, D) keys and (G, N, Dv) values, both in the order of `buckets`, for
+    (H, Q, D) query centroids. The (G, D) `key_offset` is subtracted from the means of keys."""
     heads, query_clusters, head_dim = centroids.shape
     key_heads, length, value_dim = values.shape
     key_clusters = buckets.number // blocks
     shape = (heads, query_clusters, blocks, key_clusters)
-    found = Summaries(
+    summaries = Summaries(
         keys.new_empty(shape, dtype=compute_dtype(keys.dtype)),
         keys.new_empty(*shape, head_dim),
         keys.new_empty(*shape, value_dim),
     )
-    # (All query clusters of a tile that there are: matrix units want 64 rows, even if some are none.)
+    # (Matrix units want 64 rows, even if fewer query clusters fill them.)
     launch = dict(fitting(SUMMARISE, head_dim, value_dim, keys.dtype))
     if length <= SMALL_BUCKET * blocks * key_clusters:
         launch["KEYS"] = 16
     # (The first axis of a grid alone may have more than 65,535 programs.)
     _summarise[(key_clusters * blocks, cdiv(query_clusters, launch["TILE"]), heads)](
         keys_ptr=keys, values_ptr=values, centroids_ptr=centroids, starts_ptr=buckets.starts, key_offset_ptr=key_offset,
-        **pointers(found), length=length, blocks=blocks, query_clusters=query_clusters, key_clusters=key_clusters,
+        **pointers(summaries), length=length, blocks=blocks, query_clusters=query_clusters, key_clusters=key_clusters,
         shared_by=heads // key_heads, D=head_dim, DV=value_dim, ACC=accumulator(keys.dtype), **launch,
     )  # fmt: skip
-    return found
+    return summaries
 
 
 def summarise_backward(
@@ -107,7 +107,7 @@ def summarise_backward(
     centroids: Tensor,
     buckets: Groups,
     bucket_tiles: Tiles,
-    of_pairs: PairGradients | None,
+    pair_gradients: PairGradients | None,
     *,
     blocks: int,
     differentiable_aggregation: bool,
@@ -115,27 +115,28 @@ def summarise_backward(
 ) -> None:
     """Add the gradients of keys and values to `add_to`, in the order of the inputs.
 
-    They come from the `gradient` of the summaries, as `accumulate_backward` leaves it, and from what `of_pairs` holds.
+    They come from the `gradient` of the summaries, as `accumulate_backward` leaves it, and from `pair_gradients`.
     """
     heads, query_clusters, head_dim = centroids.shape
     key_heads, length, value_dim = values.shape
-    # (A kernel takes a tensor even where it does not look at it.)
+    # (A kernel needs a tensor even for an argument that it does not read.)
     tables = pointers(Summaries(keys, keys, keys) if gradient is None else gradient, "grad_")
-    pieces = of_pairs or PairGradients(keys, keys, buckets.starts)
+    pieces = pair_gradients or PairGradients(keys, keys, buckets.starts)
     _summarise_backward[bucket_tiles.grid](
         **tables, mass_ptr=keys if log_mass is None else log_mass, keys_ptr=keys, values_ptr=values,
         centroids_ptr=centroids, order_ptr=buckets.order, **bucket_tiles.arguments, pair_keys_ptr=pieces.keys,
         pair_values_ptr=pieces.values, pieces_before_ptr=pieces.before, grad_keys_ptr=add_to[0],
         grad_values_ptr=add_to[1], length=length, blocks=blocks, query_clusters=query_clusters,
         key_clusters=buckets.number // blocks, shared_by=heads // key_heads,
-        most_pieces=0 if of_pairs is None else of_pairs.pieces, D=head_dim, DV=value_dim,
-        HAS_SUMMARIES=gradient is not None, HAS_PAIRS=of_pairs is not None, IS_FROZEN=not differentiable_aggregation,
-        KEYS=ROWS_OF_TILE, ACC=accumulator(keys.dtype), **_few(SUMMARISE_BACKWARD, query_clusters, keys, values),
+        max_pieces=0 if pair_gradients is None else pair_gradients.pieces, D=head_dim, DV=value_dim,
+        HAS_SUMMARIES=gradient is not None, HAS_PAIRS=pair_gradients is not None,
+        IS_FROZEN=not differentiable_aggregation, KEYS=ROWS_OF_TILE, ACC=accumulator(keys.dtype),
+        **_clamped(SUMMARISE_BACKWARD, query_clusters, keys, values),
     )  # fmt: skip
 
 
-def _few(launch: dict[int, dict[str, int]], query_clusters: int, keys: Tensor, values: Tensor) -> dict[str, int]:
-    """No more query clusters at a time than there are."""
+def _clamped(launch: dict[int, dict[str, int]], query_clusters: int, keys: Tensor, values: Tensor) -> dict[str, int]:
+    """The launch settings, with no more query clusters at a time than there are."""
     fit = fitting(launch, keys.shape[-1], values.shape[-1], keys.dtype)
     return {**fit, "TILE": min(fit["TILE"], padded(query_clusters))}
 
@@ -146,7 +147,7 @@ def _summarise(
     blocks, query_clusters, key_clusters, shared_by, D: tl.constexpr, DV: tl.constexpr, TILE: tl.constexpr,
     KEYS: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """One bucket, as seen from some query clusters.
+    """Summaries of one bucket for a tile of query clusters.
 
     Grid: (K nb, Q / TILE, H). `keys_ptr`: (G, N, D) and `values_ptr`: (G, N, DV), in the order of the buckets;
     `centroids_ptr`: (H, Q, D); `starts_ptr`: (G, K nb + 1) int32; `key_offset_ptr`: (G, D); `mass_ptr`:
@@ -184,39 +185,38 @@ def _summarise(
         weights = exp_of_less(logits, shift[:, None])  # [TILE, KEYS]
         kept = tl.exp(largest - shift)  # [TILE]
         total = total * kept + tl.sum(weights, 1)
-        # (Means are divided by the sum of the weights they are made of, or what should cancel does not.)
+        # (Means are divided by the sum of the rounded weights, as the products use them: rounding cancels.)
         weights = weights.to(keys.dtype)
         rounded_total = rounded_total * kept + tl.sum(weights.to(ACC), 1)
         key_sum = add_dot(weights, keys, key_sum * kept[:, None])
         value_sum = add_dot(weights, values, value_sum * kept[:, None])
         largest = larger
 
-    # 2. Means. Those of the next query cluster lie `blocks * key_clusters` further.
-    at = ((head * query_clusters + first_cluster) * blocks + block) * key_clusters + key_cluster
+    # 2. Means. Query clusters are `blocks * key_clusters` entries apart.
+    base = ((head * query_clusters + first_cluster) * blocks + block) * key_clusters + key_cluster
     offs_summary = offs_cluster * blocks * key_clusters  # [TILE]
     is_empty = total == 0  # [TILE]
-    mass_ptrs = mass_ptr + at + offs_summary  # [TILE]
+    mass_ptrs = mass_ptr + base + offs_summary  # [TILE]
     tl.store(mass_ptrs, tl.where(is_empty, float("-inf"), largest + tl.log(total)), mask=mask_cluster)
     inverse = 1.0 / tl.where(is_empty, 1.0, rounded_total)  # [TILE]
     key_sum = tl.where(is_empty[:, None], 0.0, key_sum * inverse[:, None] - offset[None, :])
     value_sum *= inverse[:, None]
-    store_rows(key_mean_ptr, at, offs_summary, mask_cluster, key_sum, D)
-    store_rows(value_mean_ptr, at, offs_summary, mask_cluster, value_sum, DV)
+    store_rows(key_mean_ptr, base, offs_summary, mask_cluster, key_sum, D)
+    store_rows(value_mean_ptr, base, offs_summary, mask_cluster, value_sum, DV)
 
 
 @kernel(
     stage="summaries",
-    do_not_specialize=["length", "blocks", "query_clusters", "key_clusters", "shared_by", "most_pieces"],
+    do_not_specialize=["length", "blocks", "query_clusters", "key_clusters", "shared_by", "max_pieces"],
 )
 def _summarise_backward(
     grad_mass_ptr, grad_key_mean_ptr, grad_value_mean_ptr, mass_ptr, keys_ptr, values_ptr, centroids_ptr, order_ptr,
     tile_group_ptr, tile_begin_ptr, tile_end_ptr, pair_keys_ptr, pair_values_ptr, pieces_before_ptr, grad_keys_ptr,
-    grad_values_ptr, length, blocks, query_clusters, key_clusters, shared_by, most_pieces, D: tl.constexpr,
+    grad_values_ptr, length, blocks, query_clusters, key_clusters, shared_by, max_pieces, D: tl.constexpr,
     DV: tl.constexpr, HAS_SUMMARIES: tl.constexpr, HAS_PAIRS: tl.constexpr, IS_FROZEN: tl.constexpr, KEYS: tl.constexpr,
     TILE: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """Add the gradients of the keys and values of a bucket tile: from all summaries of the bucket, and from pieces of
-    pairs.
+    """Add the gradients of the keys and values of a tile, from all summaries of its bucket and from pieces of pairs.
 
     Grid: that of the bucket tiles. `grad_mass_ptr`, `mass_ptr`: (H, Q, nb, K); `grad_key_mean_ptr`: (H, Q, nb, K, D);
     `grad_value_mean_ptr`: (H, Q, nb, K, DV); `keys_ptr`: (G, N, D) and `values_ptr`: (G, N, DV), in the order of the
@@ -241,12 +241,12 @@ def _summarise_backward(
         for begin in range(0, all_clusters, TILE):
             mask_cluster = begin + offs_cluster < all_clusters  # [TILE]
             first = key_head * all_clusters + begin
-            at = first * blocks * key_clusters + bucket % blocks * key_clusters + bucket // blocks
+            base = first * blocks * key_clusters + bucket % blocks * key_clusters + bucket // blocks
             centroid = load_rows(centroids_ptr, first, offs_cluster, mask_cluster, D).to(keys.dtype)  # [TILE, D]
-            log_mass = tl.load(mass_ptr + at + offs_summary, mask=mask_cluster, other=float("inf"))  # [TILE]
-            d_key_mean = load_rows(grad_key_mean_ptr, at, offs_summary, mask_cluster, D)  # [TILE, D]
-            d_value_mean = load_rows(grad_value_mean_ptr, at, offs_summary, mask_cluster, DV)  # [TILE, DV]
-            d_logits = tl.load(grad_mass_ptr + at + offs_summary, mask=mask_cluster, other=0.0)[None, :]  # [1, TILE]
+            log_mass = tl.load(mass_ptr + base + offs_summary, mask=mask_cluster, other=float("inf"))  # [TILE]
+            d_key_mean = load_rows(grad_key_mean_ptr, base, offs_summary, mask_cluster, D)  # [TILE, D]
+            d_value_mean = load_rows(grad_value_mean_ptr, base, offs_summary, mask_cluster, DV)  # [TILE, DV]
+            d_logits = tl.load(grad_mass_ptr + base + offs_summary, mask=mask_cluster, other=0.0)[None, :]  # [1, TILE]
             logits = dot(keys, tl.trans(centroid), ACC)  # [KEYS, TILE]
             weights = exp_of_less(logits, log_mass[None, :])  # [KEYS, TILE]
             if not IS_FROZEN:
@@ -258,16 +258,16 @@ def _summarise_backward(
             d_keys = add_dot(d_logits, centroid.to(d_key_mean.dtype), d_keys)
             d_values = add_dot(weights, d_value_mean, d_values)
 
-    # 2. From the pairs, piece after piece.
+    # 2. From the pairs, piece by piece.
     if HAS_PAIRS:
         before_ptr = pieces_before_ptr + key_head * (tl.num_programs(0) + 1) + tl.program_id(0)
         offs_row = tl.arange(0, KEYS)
         for piece in range(tl.load(before_ptr), tl.load(before_ptr + 1)):
-            first = (key_head * most_pieces + piece) * KEYS
+            first = (key_head * max_pieces + piece) * KEYS
             d_keys += load_rows(pair_keys_ptr, first, offs_row, mask_row, D)
             d_values += load_rows(pair_values_ptr, first, offs_row, mask_row, DV)
 
-    # 3. To what is there.
+    # 3. Add to the gradients in memory.
     offs_row = tl.load(order_ptr + key_head * length + offs_place, mask=mask_row, other=0)
     d_keys += load_rows(grad_keys_ptr, key_head * length, offs_row, mask_row, D).to(ACC)
     d_values += load_rows(grad_values_ptr, key_head * length, offs_row, mask_row, DV).to(ACC)

@@ -1,6 +1,6 @@
 """Stage 1: centroids over the whole sequence by Lloyd's k-means on a sample, then capped assignment inside each block.
 
-Streaming k-means and the caps have files of their own.
+`streaming` and `balancing` have the paper's k-means and the caps.
 """
 
 from __future__ import annotations
@@ -36,27 +36,24 @@ from muse_attention.core.structures import Side
 
 
 def find_clusters(order: Tensor, *tensors_and_settings: Any) -> tuple[Tensor, ...]:
-    """Tables of each side, (batch, heads, clusters, D) and (batch, heads, N)."""
-    *tensors, how, config = tensors_and_settings
-    sides = [Side(tensor.flatten(0, 1), *of_side) for tensor, of_side in zip(tensors, how, strict=True)]
+    """Centroids (batch, heads, clusters, D) and assignment (batch, heads, N) of each side."""
+    *tensors, side_settings, config = tensors_and_settings
+    sides = [Side(tensor.flatten(0, 1), *settings) for tensor, settings in zip(tensors, side_settings, strict=True)]
     if len({side.clusters for side in sides}) == 1:
         # Clustering is a chain of small steps: queries and keys take them together.
         together = cluster(sides, order, config)
-        found = [(copied(centroids), copied(assignment)) for centroids, assignment in together]
+        clusters = [(copied(centroids), copied(assignment)) for centroids, assignment in together]
     else:
-        found = [of_side for side in sides for of_side in cluster([side], order, config)]
-    return tuple(
-        table.unflatten(0, tensor.shape[:2])
-        for tensor, of_side in zip(tensors, found, strict=True)
-        for table in of_side
-    )
+        clusters = [cluster([side], order, config)[0] for side in sides]
+    flat = [(table, tensor) for tensor, tables in zip(tensors, clusters, strict=True) for table in tables]
+    return tuple(table.unflatten(0, tensor.shape[:2]) for table, tensor in flat)
 
 
 def cluster(sides: list[Side], order: Tensor, config: MuSeConfig) -> list[tuple[Tensor, Tensor]]:
     """Centroids (heads, clusters, D) and assignment (heads, N) int32 of one or two sides of (heads, N, D) vectors.
 
-    Two sides have as many clusters, and the second has factor 1. They go through every kernel together, save what keeps
-    them under their caps. `order` is `shuffled_positions`.
+    Two sides have the same number of clusters, and the second has factor 1. They share every launch except those that
+    apply the caps. `order` is from `shuffled_positions`.
     """
     vectors = Vectors(sides)
     centroids = vectors.new_table()
@@ -70,11 +67,11 @@ def cluster(sides: list[Side], order: Tensor, config: MuSeConfig) -> list[tuple[
         stream(vectors, order, centroids)
     assignment = find_nearest(vectors, centroids)
     sizes = [side.vectors.shape[0] for side in sides]
-    found = list(zip(centroids.split(sizes), assignment.split(sizes), strict=True))
-    for side, (some_centroids, some_assignment) in zip(sides, found, strict=True):
+    clusters = list(zip(centroids.split(sizes), assignment.split(sizes), strict=True))
+    for side, (side_centroids, side_assignment) in zip(sides, clusters, strict=True):
         if side.cap is not None and side.cap < min(config.block_size, vectors.length):
-            keep_under_cap(Vectors([side]), some_centroids, some_assignment, side.cap, config)
-    return found
+            keep_under_cap(Vectors([side]), side_centroids, side_assignment, side.cap, config)
+    return clusters
 
 
 def shuffled_positions(length: int, seed: int, device: torch.device) -> Tensor:
@@ -82,10 +79,10 @@ def shuffled_positions(length: int, seed: int, device: torch.device) -> Tensor:
     return once((length, seed), device, lambda: seeded_shuffle(length, seed, device).int())
 
 
-@kernel(stage="clustering", do_not_specialize=["of_first", "length", "clusters"])
+@kernel(stage="clustering", do_not_specialize=["first_heads", "length", "clusters"])
 def _take(
-    first_ptr, second_ptr, order_ptr, centroids_ptr, of_first, length, clusters, FACTOR: tl.constexpr, D: tl.constexpr,
-    TILE: tl.constexpr, ACC: tl.constexpr,
+    first_ptr, second_ptr, order_ptr, centroids_ptr, first_heads, length, clusters, FACTOR: tl.constexpr,
+    D: tl.constexpr, TILE: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """Centroids start as vectors at equal distances in the shuffled order.
 
@@ -97,24 +94,24 @@ def _take(
     mask_cluster = offs_cluster < clusters  # [TILE]
     offs_place = offs_cluster * tl.maximum(1, length // clusters) % length  # [TILE]
     offs_row = tl.load(order_ptr + offs_place, mask=mask_cluster, other=0)  # [TILE]
-    vectors_ptr = vectors_of_sequence(first_ptr, second_ptr, sequence, of_first, length, D)
-    x = load_vectors(vectors_ptr, offs_row, mask_cluster, sequence < of_first, FACTOR, D, ACC)  # [TILE, D]
+    vectors_ptr = vectors_of_sequence(first_ptr, second_ptr, sequence, first_heads, length, D)
+    x = load_vectors(vectors_ptr, offs_row, mask_cluster, sequence < first_heads, FACTOR, D, ACC)  # [TILE, D]
     store_centroids(centroids_ptr, sequence, tl.program_id(0) * TILE, clusters, x.to(ACC), D, TILE)
 
 
 _PARTS = 16
-"""Pieces of a sequence whose members are summed by different programs of a Lloyd iteration."""
+"""Programs that share a sequence in a Lloyd iteration."""
 
 SUM_MEMBERS = {"num_warps": 4}
 
 
 def _lloyd_iteration(vectors: Vectors, centroids: Tensor, stride: int) -> None:
-    """Move each of (heads, clusters, D) centroids to the mean of those nearest to it among every `stride`-th vector."""
+    """Move (heads, clusters, D) centroids to the means of their nearest vectors, out of every `stride`-th vector."""
     tile = rows_with_scores(vectors.at_once)
     parts = min(_PARTS, cdiv(vectors.length, tile * stride))
     sums = centroids.new_empty(vectors.heads, parts, *centroids.shape[1:])
     sizes = centroids.new_empty(vectors.heads, parts, vectors.clusters)
-    # (A kernel takes a tensor even where it does not look at it.)
+    # (A kernel needs a tensor even for an argument that it does not read.)
     nearest = find_nearest(vectors, centroids, stride) if vectors.is_cut else centroids
     _sum_members[(parts, vectors.heads, cdiv(vectors.clusters, vectors.at_once))](
         **vectors.arguments, centroids_ptr=centroids, nearest_ptr=nearest, sums_ptr=sums, sizes_ptr=sizes,
@@ -126,19 +123,19 @@ def _lloyd_iteration(vectors: Vectors, centroids: Tensor, stride: int) -> None:
     )  # fmt: skip
 
 
-@kernel(stage="clustering", do_not_specialize=["stride", "of_first", "length", "clusters"])
+@kernel(stage="clustering", do_not_specialize=["stride", "first_heads", "length", "clusters"])
 def _sum_members(
-    first_ptr, second_ptr, centroids_ptr, nearest_ptr, sums_ptr, sizes_ptr, stride, of_first, length, clusters,
+    first_ptr, second_ptr, centroids_ptr, nearest_ptr, sums_ptr, sizes_ptr, stride, first_heads, length, clusters,
     FACTOR: tl.constexpr, D: tl.constexpr, CP: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """Of a part of the sequence, the vectors nearest to each centroid, summed and counted.
+    """Sum and count the vectors nearest to each centroid, in a part of the sequence.
 
     Grid: (parts, heads, chunks of centroids). `first_ptr`, `second_ptr`: (heads, N, D); `centroids_ptr`: (heads, C, D);
-    `nearest_ptr`: (heads, N / stride) int32, looked at only if there are several chunks; `sums_ptr`:
+    `nearest_ptr`: (heads, N / stride) int32, read only if there are several chunks; `sums_ptr`:
     (heads, parts, C, D); `sizes_ptr`: (heads, parts, C).
     """
     part, sequence = tl.program_id(0), tl.program_id(1)
-    vectors_ptr = vectors_of_sequence(first_ptr, second_ptr, sequence, of_first, length, D)
+    vectors_ptr = vectors_of_sequence(first_ptr, second_ptr, sequence, first_heads, length, D)
     offs_cluster, offs_d = tl.arange(0, CHUNK), tl.arange(0, padded(D))  # [CHUNK], [D]
     sampled = tl.cdiv(length, stride)
     if CHUNK == CP:
@@ -153,7 +150,8 @@ def _sum_members(
     for begin in range(part * rows, tl.minimum((part + 1) * rows, sampled), TILE):
         offs_place = begin + tl.arange(0, TILE)  # [TILE]
         offs_row = offs_place * stride  # [TILE]
-        x = load_vectors(vectors_ptr, offs_row, offs_row < length, sequence < of_first, FACTOR, D, ACC)  # [TILE, D]
+        # [TILE, D]
+        x = load_vectors(vectors_ptr, offs_row, offs_row < length, sequence < first_heads, FACTOR, D, ACC)
         if CHUNK == CP:
             nearest = argmax(affinity(x, rounded, norms, ACC), CHUNK, x.dtype)  # [TILE]
         else:
@@ -174,8 +172,8 @@ def _mean_of_parts(
 ):  # fmt: skip
     """The mean of the members of all parts. A centroid without members stays where it is.
 
-    Centroids are numbers of the vectors' dtype: the residuals of queries and the tilt of keys are then from exactly the
-    same point.
+    Centroids are rounded to the vectors' dtype, so that the residuals of queries and the tilt of keys refer to exactly
+    the same point.
 
     Grid: (C / TILE, heads). `vectors_ptr`: of that dtype; `sums_ptr`: (heads, parts, C, D); `sizes_ptr`:
     (heads, parts, C); `centroids_ptr`: (heads, C, D).

@@ -1,4 +1,4 @@
-"""What kernels call: rows of a table as a tile, products, exponentials, scores that carry their column."""
+"""Functions that kernels call: rows of a table as a tile, products, exponentials, scores that carry their column."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def store_rows(table_ptr, first, offs_row, mask_row, tile, X: tl.constexpr):
 
 @triton.jit
 def load_once(ptrs, mask, OTHER):
-    """[N]: numbers that are loaded once, and go from thread to thread where they are needed in another layout.
+    """[N]: a vector that is loaded once and then exchanged between threads where another layout is needed.
 
-    Triton would load a vector that is shorter than the threads of a program anew for each layout, one number at a time,
-    with an address and a mask for each: most of the instructions of a loop. A tile of two equal columns is long enough.
+    Triton loads a vector shorter than the threads of a program anew for each layout, number by number, with an address
+    and a mask for each: most of the instructions of a loop. A tile of two equal columns is long enough to avoid it.
     """
     if ptrs.shape[0] >= 128:
         return tl.load(ptrs, mask=mask, other=OTHER)
@@ -90,7 +90,7 @@ def exp_of_less(logits, shift, SCALE: tl.constexpr = 1.0):
 def index_in_order(scores, COLUMNS: tl.constexpr):
     """Integers that order like float32 scores, with the column in their low bits: a maximum is also an argmax.
 
-    The low bits of the score are lost, the first of equal columns is the largest.
+    The low bits of the score are lost. Of equal scores the first column has the largest integer.
     """
     bits = scores.to(tl.int32, bitcast=True)  # [ROWS, COLUMNS]
     bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
@@ -99,11 +99,11 @@ def index_in_order(scores, COLUMNS: tl.constexpr):
 
 @triton.jit
 def in_range(number, size):
-    """The nearest of `0 .. size - 1`: an assignment that was handed in must not lead outside of memory."""
+    """`number` clamped to `0 .. size - 1`: an assignment from the caller must not lead to memory out of bounds."""
     return tl.minimum(tl.maximum(number, 0), size - 1)
 
 
 @triton.jit
 def finite_square(square):
-    """What rounding or overflow made of a sum of squares: 0 if it is negative or no number."""
+    """A sum of squares after rounding: 0 if it is negative, infinite or NaN."""
     return tl.where((square > 0) & (square < float("inf")), square, 0.0)

@@ -1,4 +1,4 @@
-"""One value everywhere, and copies."""
+"""Fill and copy tensors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ALL_BITS = 255
 
 
 def fill(tensor: Tensor, value: float) -> Tensor:
-    """The contiguous tensor, with this value everywhere. Bytes are written four at a time where that is possible."""
+    """Fill a contiguous tensor, and return it. Bytes are written four at a time where that is possible."""
     written = tensor
     if tensor.dtype == torch.uint8 and value == _ALL_BITS and tensor.numel() % 4 == 0:
         written, value = tensor.view(-1).view(torch.int32), -1

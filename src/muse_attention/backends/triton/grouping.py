@@ -1,6 +1,6 @@
-"""Tokens sorted by cluster and block, or rows by any group, by counting: groups become ranges.
+"""Counting sorts of tokens by cluster and block, or of rows by any group: groups become ranges.
 
-The sorts are stable and have no atomics in what decides an order, so the same inputs always give the same order.
+The sorts are stable, and no atomics decide an order: the same inputs always give the same order.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from muse_attention.backends.triton.numbers import cdiv, power_of_two
 from muse_attention.backends.triton.runtime.launching import kernel
 
 _TOKENS = 128
-"""Tokens of a block ranked together."""
+"""Tokens in a tile."""
 _ROWS = 256
-"""Rows ranked together by one digit."""
+"""Rows in a tile."""
 _DIGIT = 4
-"""Bits of a group's number that one pass looks at."""
+"""Bits of a group's number that one pass sorts by."""
 _COUNTS = 1024
-"""Counts summed at a time, at most."""
+"""Most counts summed at a time."""
 
 
 @dataclass(frozen=True)
@@ -57,17 +57,17 @@ def group_by_cluster_and_block(
     counts = assignment.new_empty(sequences, clusters, tiles)
     totals = assignment.new_empty(sequences, clusters)
     cluster_starts = assignment.new_empty(sequences, clusters + 1)
-    found = fill_in or Groups(torch.empty_like(assignment), assignment.new_empty(sequences, clusters * blocks + 1))
+    groups = fill_in or Groups(torch.empty_like(assignment), assignment.new_empty(sequences, clusters * blocks + 1))
     grid = (tiles_of_block, blocks, sequences)
     sizes = {"length": length, "block_size": block_size, "clusters": clusters, "TILE": _TOKENS}
     _count_clusters[grid](assignment_ptr=assignment, counts_ptr=counts, BINS=power_of_two(clusters + 1), **sizes)
     sum_before(counts, totals)
     _sum_to_starts(totals, cluster_starts)
     _place_by_cluster[grid](
-        assignment_ptr=assignment, counts_ptr=counts, cluster_starts_ptr=cluster_starts, order_ptr=found.order,
-        starts_ptr=found.starts, STEP=32, CP=power_of_two(clusters), **sizes,
+        assignment_ptr=assignment, counts_ptr=counts, cluster_starts_ptr=cluster_starts, order_ptr=groups.order,
+        starts_ptr=groups.starts, STEP=32, CP=power_of_two(clusters), **sizes,
     )  # fmt: skip
-    return found
+    return groups
 
 
 @kernel(stage="sorting", do_not_specialize=["length", "block_size", "clusters"])
@@ -93,7 +93,7 @@ def _place_by_cluster(
     assignment_ptr, counts_ptr, cluster_starts_ptr, order_ptr, starts_ptr, length, block_size, clusters,
     TILE: tl.constexpr, STEP: tl.constexpr, CP: tl.constexpr,
 ):  # fmt: skip
-    """Write each token of a tile where its cluster's tokens before it end.
+    """Write each token of a tile after the earlier tokens of its cluster.
 
     Grid: (tiles of a block, nb, S). `assignment_ptr`, `order_ptr`: (S, N) int32; `counts_ptr`: (S, C, tiles) int32, of
     the tiles before; `cluster_starts_ptr`: (S, C + 1) int32; `starts_ptr`: (S, C nb + 1) int32, which the first tile of
@@ -112,7 +112,7 @@ def _place_by_cluster(
     for begin in range(0, TILE, STEP):
         offs_other_place = tile * TILE + begin + tl.arange(0, STEP)  # [STEP]
         offs_other_row = block * block_size + offs_other_place  # [STEP]
-        # (Those outside of the block come after all that are inside.)
+        # (Rows outside of the block come after all inside.)
         mask_other = (offs_other_place < block_size) & (offs_other_row < length)  # [STEP]
         other = in_range(tl.load(assignment_ptr + offs_other_row, mask=mask_other, other=0), clusters)  # [STEP]
         earlier = (other[None, :] == cluster[:, None]) & (offs_other_row[None, :] < offs_row[:, None])  # [TILE, STEP]
@@ -131,14 +131,14 @@ def _place_by_cluster(
 
 
 def sum_before(counts: Tensor, totals: Tensor) -> None:
-    """Replace each of (S, ..., T) int32 counts by the sum of those before it; `totals` (S, ...) are the sums of all."""
+    """Replace each of (S, ..., T) int32 counts by the sum of those before it; write the totals to `totals` (S, ...)."""
     sequences, tiles = counts.shape[0], counts.shape[-1]
     grid = (totals.numel() // sequences, sequences)
     _sum_rows[grid](counts_ptr=counts, totals_ptr=totals, tiles=tiles, WIDTH=min(_COUNTS, power_of_two(tiles)))
 
 
 def _sum_to_starts(totals: Tensor, starts: Tensor) -> None:
-    """Where groups of (S, M) int32 sizes begin, and where the last one ends: (S, M + 1)."""
+    """Write where groups of (S, M) int32 sizes begin, and where the last one ends: (S, M + 1)."""
     sequences, number = totals.shape
     _sum_before[(sequences,)](
         totals_ptr=totals, sums_ptr=starts, number=number, WIDTH=min(_COUNTS, power_of_two(number))
@@ -151,14 +151,14 @@ def _sum_rows(counts_ptr, totals_ptr, tiles, WIDTH: tl.constexpr):
 
     Grid: (C, S). `counts_ptr`: (S, C, tiles) int32, in place; `totals_ptr`: (S, C) int32.
     """
-    line = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
     before = 0
     for begin in range(0, tiles, WIDTH):
         offs_tile = begin + tl.arange(0, WIDTH)  # [WIDTH]
-        count = tl.load(counts_ptr + line * tiles + offs_tile, mask=offs_tile < tiles, other=0)  # [WIDTH]
-        tl.store(counts_ptr + line * tiles + offs_tile, tl.cumsum(count, 0) - count + before, mask=offs_tile < tiles)
+        count = tl.load(counts_ptr + row * tiles + offs_tile, mask=offs_tile < tiles, other=0)  # [WIDTH]
+        tl.store(counts_ptr + row * tiles + offs_tile, tl.cumsum(count, 0) - count + before, mask=offs_tile < tiles)
         before += tl.sum(count, 0)
-    tl.store(totals_ptr + line, before)
+    tl.store(totals_ptr + row, before)
 
 
 @kernel(stage="sorting", do_not_specialize=["number"])
@@ -178,15 +178,14 @@ def _sum_before(totals_ptr, sums_ptr, number, WIDTH: tl.constexpr):
 
 
 def group_rows(group_of_row: Tensor, fill_in: Groups) -> None:
-    """Sort the rows of (S, L) int32 by any group, digit after digit of its number; rows of group -1 come after all."""
+    """Sort rows by (S, L) int32 group, digit by digit; rows of group -1 come last."""
     sequences, length = group_of_row.shape
     tiles = cdiv(length, _ROWS)
     digits = 1 << _DIGIT
     counts = group_of_row.new_empty(sequences, digits, tiles)
     totals = group_of_row.new_empty(sequences, digits)
     number_of_groups = fill_in.number
-    # Group and row travel together, in one integer.
-    # (Rows of no group have a number after the last one's.)
+    # Group and row share one integer. (Rows of no group get the number after the last group.)
     bits, row_bits = number_of_groups.bit_length(), (length - 1).bit_length()
     dtype = torch.int32 if bits + row_bits < 32 else torch.int64
     packed = torch.empty_like(group_of_row, dtype=dtype)
@@ -233,8 +232,8 @@ def _count_digits(packed_ptr, counts_ptr, length, shift, tiles, TILE: tl.constex
     """
     tile, sequence = tl.program_id(0), tl.program_id(1).to(tl.int64)
     offs_place, offs_digit = tile * TILE + tl.arange(0, TILE), tl.arange(0, DIGITS)  # [TILE], [DIGITS]
-    both = tl.load(packed_ptr + sequence * length + offs_place, mask=offs_place < length, other=0)  # [TILE]
-    digit = (both >> shift) & (DIGITS - 1)  # [TILE]
+    packed = tl.load(packed_ptr + sequence * length + offs_place, mask=offs_place < length, other=0)  # [TILE]
+    digit = (packed >> shift) & (DIGITS - 1)  # [TILE]
     member = (digit[:, None] == offs_digit[None, :]) & (offs_place < length)[:, None]  # [TILE, DIGITS]
     tl.store(counts_ptr + (sequence * DIGITS + offs_digit) * tiles + tile, tl.sum(member.to(tl.int32), 0))
 
@@ -244,7 +243,7 @@ def _place_by_digit(
     packed_ptr, counts_ptr, totals_ptr, by_digit_ptr, order_ptr, length, shift, tiles, IS_LAST: tl.constexpr,
     ROW_BITS: tl.constexpr, TILE: tl.constexpr, DIGITS: tl.constexpr,
 ):  # fmt: skip
-    """Write each row of a tile where those with its digit before it end: a stable sort by one digit.
+    """Write each row of a tile after the earlier rows with its digit: a stable sort by one digit.
 
     Grid: (tiles, S). `packed_ptr`, `by_digit_ptr`: (S, L); `counts_ptr`: (S, DIGITS, tiles) int32, of the tiles before;
     `totals_ptr`: (S, DIGITS) int32; `order_ptr`: (S, L) int32, written by the last pass.
@@ -252,16 +251,16 @@ def _place_by_digit(
     tile, sequence = tl.program_id(0), tl.program_id(1).to(tl.int64)
     offs_place, offs_digit = tile * TILE + tl.arange(0, TILE), tl.arange(0, DIGITS)  # [TILE], [DIGITS]
     mask_row = offs_place < length  # [TILE]
-    both = tl.load(packed_ptr + sequence * length + offs_place, mask=mask_row, other=0)  # [TILE]
+    packed = tl.load(packed_ptr + sequence * length + offs_place, mask=mask_row, other=0)  # [TILE]
     # [DIGITS, TILE]
-    member = ((((both >> shift) & (DIGITS - 1))[None, :] == offs_digit[:, None]) & mask_row[None, :]).to(tl.int32)
+    member = ((((packed >> shift) & (DIGITS - 1))[None, :] == offs_digit[:, None]) & mask_row[None, :]).to(tl.int32)
     total = tl.load(totals_ptr + sequence * DIGITS + offs_digit)  # [DIGITS]
     start = tl.cumsum(total, 0) - total  # [DIGITS]
     start += tl.load(counts_ptr + (sequence * DIGITS + offs_digit) * tiles + tile)
-    to = tl.sum(member * (tl.cumsum(member, 1) - 1 + start[:, None]), 0)  # [TILE]
-    tl.store(by_digit_ptr + sequence * length + to, both, mask=mask_row)
+    target = tl.sum(member * (tl.cumsum(member, 1) - 1 + start[:, None]), 0)  # [TILE]
+    tl.store(by_digit_ptr + sequence * length + target, packed, mask=mask_row)
     if IS_LAST:
-        tl.store(order_ptr + sequence * length + to, both & ((1 << ROW_BITS) - 1), mask=mask_row)
+        tl.store(order_ptr + sequence * length + target, packed & ((1 << ROW_BITS) - 1), mask=mask_row)
 
 
 @kernel(stage="sorting", do_not_specialize=["length", "groups"])

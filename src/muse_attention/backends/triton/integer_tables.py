@@ -1,4 +1,4 @@
-"""Several tables of integers in one tensor: what a forward pass leaves to the backward pass is one output."""
+"""Several tables of integers in one tensor, so that the forward pass saves one output for the backward pass."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _MULTIPLE = 32
 
 
 def size_of_tables(shapes: Sequence[tuple[int, ...]]) -> int:
-    """Integers that have room for tables of all these shapes."""
+    """The number of integers that tables of these shapes need together."""
     return sum(map(_room, shapes))
 
 
@@ -23,5 +23,5 @@ def tables_in(memory: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]
 
 
 def _room(shape: tuple[int, ...]) -> int:
-    """With that much for each, all begin where kernels expect memory to begin."""
+    """Rounded up, so that every table is aligned as kernels expect."""
     return -(-math.prod(shape) // _MULTIPLE) * _MULTIPLE

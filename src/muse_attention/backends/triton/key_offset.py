@@ -1,11 +1,11 @@
-"""What the keys of a head have in common: the point from which the means of keys are stored.
+"""The key offset: a vector that the keys of a head share, subtracted from the means of keys before they are stored.
 
-Keys of trained models often share an offset many times as large as what tells them apart. A mean stored in bfloat16 is
-rounded by up to 2^-9 of its size, offset included, and so would be every logit of a summary. Less the offset it is
-rounded by 2^-9 of what tells it apart. What the offset adds to the logits of a query, `r . offset`, is the same for all
-summaries: one number, kept in float32.
+Keys of trained models often share an offset many times as large as their differences. A mean stored in bfloat16 is
+rounded by up to 2^-9 of its size, offset included, and so would be every logit of a summary. Without the offset it is
+rounded by 2^-9 of the difference. The offset adds `r . offset` to all logits of a query alike: one number, kept in
+float32.
 
-Results do not depend on the point other than by rounding, so it is a constant for the gradient.
+The offset changes results by rounding only, so it is a constant for the gradient.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ from muse_attention.backends.triton.runtime.launching import kernel
 from muse_attention.core.precision import compute_dtype
 
 _SAMPLE = 64
-"""Keys that are looked at, at equal distances in the sequence."""
+"""Keys in the sample, at equal distances in the sequence."""
 _DIMS = 4
-"""Dimensions that one program works on."""
+"""Dimensions per program."""
 
 
 @dataclass(frozen=True)
 class QueryGradients:
-    """Gradients of queries: each is `centred + of_offset * offset`."""
+    """Gradients of queries: each is `centred + offset_factor * offset`."""
 
     centred: Tensor
-    """(..., D): what they are if keys are taken less the offset"""
-    of_offset: Tensor
+    """(..., D): the gradient with the offset subtracted from the keys"""
+    offset_factor: Tensor
     """(...,)"""
 
 
 def find_key_offset(keys: Tensor, first: int | None = None) -> Tensor:
     """(G, D): in each dimension, halfway between the quartiles of a sample of (G, N, D) keys, or of the `first` keys.
 
-    A few gigantic keys move it no further than any others do. (They would move the mean.) It is 0 where the quartiles
-    lie on both sides of 0: there is little to gain, and a mean of one key is exact as it is. It is a number of the
-    keys' dtype: less such a number, a key not far from it needs no rounding.
+    A few gigantic keys, which would move a mean, hardly move it. It is 0 where the quartiles have different signs:
+    there is little to gain, and the mean of a single key stays exact. It is representable in the keys' dtype, so that
+    subtracting it from a key close to it is exact.
     """
     heads, length, head_dim = keys.shape
     offset = keys.new_empty(heads, head_dim, dtype=compute_dtype(keys.dtype))
-    # (What is further away than that could not be stored less the offset.)
+    # (With a larger offset the differences could overflow.)
     largest = torch.finfo(keys.dtype).max / 4
     _find_middle[(cdiv(head_dim, _DIMS), heads)](
         keys_ptr=keys, offset_ptr=offset, length=length, first=first or length, D=head_dim, DIMS=_DIMS, SAMPLE=_SAMPLE,
@@ -57,7 +57,7 @@ def find_key_offset(keys: Tensor, first: int | None = None) -> Tensor:
 
 @triton.jit
 def _load_finite(ptrs, mask, ACC: tl.constexpr):
-    """A key that is not finite must poison what attends to it, not the offset of all."""
+    """0 for what is not finite: such a key must poison what attends to it, not the offset of all."""
     loaded = tl.load(ptrs, mask=mask, other=0.0).to(ACC)
     return tl.where(tl.abs(loaded) < float("inf"), loaded, 0.0)
 
@@ -67,14 +67,14 @@ def _find_middle(
     keys_ptr, offset_ptr, length, first, D: tl.constexpr, DIMS: tl.constexpr, SAMPLE: tl.constexpr,
     LARGEST: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """Halfway between the quartiles of a sample, in some dimensions: each of the sample is ranked among all.
+    """Halfway between the quartiles of a sample, in some dimensions, from the rank of each key.
 
     Grid: (D / DIMS, G). `keys_ptr`: (G, N, D); `offset_ptr`: (G, D).
     """
     head = tl.program_id(1).to(tl.int64)
     offs_sample, offs_d = tl.arange(0, SAMPLE), tl.program_id(0) * DIMS + tl.arange(0, DIMS)  # [SAMPLE], [DIMS]
     mask_d = offs_d < D  # [DIMS]
-    # (Of fewer keys than that, each is there several times.)
+    # (Fewer keys than that are sampled several times.)
     offs_row = head * length + offs_sample.to(tl.int64) * first // SAMPLE  # [SAMPLE]
     mask = mask_d[None, :] & (offs_sample >= 0)[:, None]  # [SAMPLE, DIMS]
     sample = _load_finite(keys_ptr + offs_row[:, None] * D + offs_d[None, :], mask, ACC)  # [SAMPLE, DIMS]

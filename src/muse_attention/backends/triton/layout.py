@@ -1,4 +1,4 @@
-"""How heads, queries and keys are laid out for the kernels, in which orders, and how many go through at a time."""
+"""The layout of heads, queries and keys for the kernels: their orders, and groups of heads that fit the memory."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from muse_attention.backends.triton.key_offset import find_key_offset
 from muse_attention.backends.triton.numbers import accumulator, cdiv, padded
 from muse_attention.backends.triton.runtime.launching import kernel
 from muse_attention.backends.triton.segments import ROWS_OF_TILE, Segments
-from muse_attention.backends.triton.tiles import tiles_of_groups
+from muse_attention.backends.triton.tiles import cut_groups
 from muse_attention.config import MuSeConfig
 from muse_attention.core.structures import Summaries
 
 WORKSPACE_BYTES = 1 << 30
 WORKSPACE_OF_INPUTS = 2
-"""Intermediate results held at a time, about: so many bytes, or so many times the bytes of the inputs if that is more.
-Key heads go in groups that need no more."""
+"""The approximate limit on intermediate results: this many bytes, or this multiple of the inputs' bytes if that is
+more. Key heads are processed in groups that stay below it."""
 _TILE = 64
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What the forward pass leaves to the backward pass beside its results: the orders it has sorted things into.
+    """What the forward pass saves for the backward pass besides its results: sorted orders.
 
-    All of it is one tensor of integers, an output of the operator.
+    They share one tensor of integers, an output of the operator.
     """
 
     segments: Groups
@@ -47,7 +47,7 @@ class Plan:
     def shapes(
         config: MuSeConfig, heads: int, key_heads: int, length: int, query_clusters: int, picks: int
     ) -> list[tuple[int, int]]:
-        """Orders and starts of the three. `picks` are the pairs of a query."""
+        """Of the orders and starts of all three. `picks` is the number of pairs of a query."""
         blocks = config.number_of_blocks(length)
         buckets = config.key_clusters * blocks
         return [
@@ -61,18 +61,18 @@ class Plan:
 
     @classmethod
     def of(cls, memory: Tensor, shapes: list[tuple[int, int]]) -> Plan:
-        """Views of a tensor with room for these shapes."""
+        """Views of a tensor that holds tables of these shapes."""
         tables = tables_in(memory, shapes)
         return cls(*map(Groups, tables[::2], tables[1::2]))
 
-    def of_heads(self, group: slice, of_queries: slice) -> Plan:
-        """The part of some key heads and their query heads."""
-        return Plan(self.segments[of_queries], self.buckets[group], self.pairs[group])
+    def for_heads(self, group: slice, query_group: slice) -> Plan:
+        """The part that belongs to some key heads and their query heads."""
+        return Plan(self.segments[query_group], self.buckets[group], self.pairs[group])
 
 
 @dataclass(frozen=True)
 class Heads:
-    """Some key heads, of any sequence, and the query heads that share them."""
+    """Some key heads, of any sequence of the batch, and the query heads that share them."""
 
     queries: Tensor
     """(H, N, D), unscaled"""
@@ -87,11 +87,11 @@ class Heads:
     key_assignment: Tensor
     """(G, N) int32"""
     key_offset: Tensor
-    """(G, D): the point from which the means of keys are stored"""
+    """(G, D), which is subtracted from the means of keys"""
 
     @classmethod
     def of(cls, *tensors: Tensor) -> Heads:
-        """From the same with the axes batch and heads, without `key_offset`, which it finds."""
+        """From tensors with the axes batch and heads; it computes `key_offset`."""
         flat = [tensor.flatten(0, 1) for tensor in tensors]
         flat.append(find_key_offset(flat[1]))
         return cls(*flat)
@@ -101,18 +101,18 @@ class Heads:
         return self.queries.shape[0] // self.keys.shape[0]
 
     def __getitem__(self, group: slice) -> Heads:
-        of_queries = self._slice_of_queries(group)
+        query_group = self._query_group(group)
         return Heads(
-            self.queries[of_queries],
+            self.queries[query_group],
             self.keys[group],
             self.values[group],
-            self.query_centroids[of_queries],
-            self.query_assignment[of_queries],
+            self.query_centroids[query_group],
+            self.query_assignment[query_group],
             self.key_assignment[group],
             self.key_offset[group],
         )
 
-    def _slice_of_queries(self, group: slice) -> slice:
+    def _query_group(self, group: slice) -> slice:
         return slice(group.start * self.shared_by, group.stop * self.shared_by)
 
     def plan_shapes(self, config: MuSeConfig, picks: int) -> list[tuple[int, int]]:
@@ -120,29 +120,29 @@ class Heads:
         return Plan.shapes(config, self.queries.shape[0], key_heads, length, self.query_centroids.shape[1], picks)
 
     def groups(self, config: MuSeConfig, picks: int, *, is_backward: bool) -> list[tuple[slice, slice]]:
-        """Groups of key heads, of equal size or nearly so, that fit the workspace; and their query heads."""
+        """Groups of key heads that fit the workspace, of about equal size, and their query heads."""
         key_heads, length, head_dim = self.keys.shape
         value_dim = self.values.shape[-1]
-        both = head_dim + value_dim
+        dims = head_dim + value_dim
         buckets = config.number_of_blocks(length) * config.key_clusters
-        of_summaries = self.shared_by * self.query_centroids.shape[1] * buckets * both
-        of_pairs = self.shared_by * length * picks
+        summaries = self.shared_by * self.query_centroids.shape[1] * buckets * dims
+        pairs = self.shared_by * length * picks
         if is_backward:
-            # Two kinds of summaries and their gradients; then one of these, the gradient of each pair's query, and
+            # Two kinds of summaries and their gradients; then one of these gradients, those of each pair's query, and
             # those of keys and values in pieces.
-            of_rows = (2 * self.shared_by + 1) * length * both
-            of_pieces = (length + KEYS_OF_TILE * buckets) * both if of_pairs else 0
-            numbers = of_rows + max(4 * of_summaries, of_summaries + of_pairs * head_dim + of_pieces)
+            rows = (2 * self.shared_by + 1) * length * dims
+            pieces = (length + KEYS_OF_TILE * buckets) * dims if pairs else 0
+            numbers = rows + max(4 * summaries, summaries + pairs * head_dim + pieces)
         else:
             # Two kinds of summaries; then the output of each pair.
-            of_rows = (self.shared_by + 1) * length * both
-            numbers = of_rows + max(2 * of_summaries, of_pairs * value_dim)
-        of_inputs = sum(tensor.nbytes for tensor in (self.queries, self.keys, self.values))
-        room = max(WORKSPACE_BYTES, WORKSPACE_OF_INPUTS * of_inputs)
+            rows = (self.shared_by + 1) * length * dims
+            numbers = rows + max(2 * summaries, pairs * value_dim)
+        input_bytes = sum(tensor.nbytes for tensor in (self.queries, self.keys, self.values))
+        room = max(WORKSPACE_BYTES, WORKSPACE_OF_INPUTS * input_bytes)
         number = cdiv(key_heads, max(1, room // (numbers * self.keys.element_size())))
         at_once = cdiv(key_heads, number)
         groups = [slice(begin, min(begin + at_once, key_heads)) for begin in range(0, key_heads, at_once)]
-        return [(group, self._slice_of_queries(group)) for group in groups]
+        return [(group, self._query_group(group)) for group in groups]
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ class FarField:
 
     @classmethod
     def of(cls, heads: Heads, plan: Plan, config: MuSeConfig, *, is_causal: bool, scale: float) -> FarField:
-        """`plan` holds the orders."""
+        """Sort the heads by the orders of `plan`."""
         residuals, shift = take_residuals(
             heads.queries, heads.query_centroids, heads.query_assignment, heads.key_offset, plan.segments, scale=scale
         )
@@ -167,7 +167,7 @@ class FarField:
                 residuals,
                 shift,
                 plan.segments,
-                tiles_of_groups(plan.segments, ROWS_OF_TILE),
+                cut_groups(plan.segments, ROWS_OF_TILE),
                 config.number_of_blocks(heads.keys.shape[1]),
                 heads.query_centroids.shape[1],
                 config.key_clusters,
@@ -181,11 +181,11 @@ class FarField:
         )
 
     def summaries(self) -> tuple[Summaries, Accumulated]:
-        """Of every bucket for every query cluster, and what is seen of them from each block."""
-        of_buckets = summarise(
+        """Summaries of every bucket for every query cluster, and of all that each block sees."""
+        bucket_summaries = summarise(
             self.keys, self.values, self.centroids, self.buckets, self.key_offset, blocks=self.segments.blocks
         )
-        return of_buckets, accumulate(of_buckets, is_causal=self.segments.is_causal)
+        return bucket_summaries, accumulate(bucket_summaries, is_causal=self.segments.is_causal)
 
 
 def take_rows(table: Tensor, groups: Groups) -> Tensor:
@@ -207,8 +207,8 @@ def take_residuals(
     *,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """(H, N, D): scaled queries less the centroid of their cluster, in the order of `segments`, and (H, N): their
-    products with the (G, D) `key_offset`, from before the residuals are rounded."""
+    """Scaled queries less the centroid of their cluster, (H, N, D), in the order of `segments`; and (H, N), the
+    products of these residuals with the (G, D) `key_offset`, computed before rounding."""
     heads, length, head_dim = queries.shape
     residuals, shift = torch.empty_like(queries), key_offset.new_empty(heads, length)
     _take_residuals[_grid(queries)](
@@ -225,7 +225,7 @@ def _grid(table: Tensor) -> tuple[int, int]:
 
 @kernel(stage="sorting", do_not_specialize=["length"])
 def _take_rows(table_ptr, order_ptr, taken_ptr, length, X: tl.constexpr, TILE: tl.constexpr):
-    """Rows into the order of their groups.
+    """Copy rows into the order of their groups.
 
     Grid: (N / TILE, S). `table_ptr`, `taken_ptr`: (S, N, X); `order_ptr`: (S, N) int32.
     """

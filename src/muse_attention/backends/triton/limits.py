@@ -1,4 +1,4 @@
-"""What the kernels serve. It knows nothing of Triton, which need not be installed."""
+"""The limits of the kernels. Triton need not be installed to import this."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from muse_attention.config import MuSeConfig
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 WIDEST_HEAD = 256
 MOST_PROGRAMS = 65_535
-"""On all but the first axis of a grid."""
+"""CUDA's limit on all but the first axis of a grid."""
 _ROWS_AT_ONCE = 64
-"""Summaries of one key cluster, as seen from so many query clusters, are addressed with 32 bits."""
-_MOST_OF_CENTROIDS = 1 << 15
-"""Numbers in the centroids of a block, which a kernel holds on chip."""
+"""Query clusters whose summaries a kernel addresses with 32 bits at a time."""
+_MOST_CENTROID_NUMBERS = 1 << 15
+"""Size of the centroids of a block, which a kernel holds on chip."""
 _LONGEST_BLOCK = 32 * 1024
 """Pieces of a bucket are counted in half precision, which is exact up to 2048."""
 MOST_CLUSTERS = 2048
@@ -25,7 +25,7 @@ MOST_CLUSTERS = 2048
 
 
 def why_not(query: Tensor, value: Tensor, config: MuSeConfig) -> str | None:
-    """What keeps the kernels from serving these tensors, and what to do about it; None if nothing does."""
+    """Why the kernels cannot serve these tensors, and what to do about it; None if they can."""
     if query.device.type != "cuda" and not _interpreted():
         return f"needs tensors on a CUDA device, these are on {query.device}: move them there"
     if not HAS_TRITON:
@@ -50,9 +50,9 @@ def why_not(query: Tensor, value: Tensor, config: MuSeConfig) -> str | None:
         return _why_not_blockwise(widest, blocks, config)
     at_once = min(_ROWS_AT_ONCE, query.shape[1] // value.shape[1] * config.query_clusters)
     if at_once * blocks * config.key_clusters * widest >= 1 << 31:
-        most = (1 << 31) // (at_once * config.key_clusters * widest)
+        limit = (1 << 31) // (at_once * config.key_clusters * widest)
         return (
-            f"has fewer than {most} blocks with these clusters and heads, these are {blocks}: use a larger block_size"
+            f"has fewer than {limit} blocks with these clusters and heads, these are {blocks}: use a larger block_size"
         )
     picks = config.retrieved_clusters * min(config.retrieved_blocks, blocks)
     if rows * picks >= 1 << 31:
@@ -70,17 +70,17 @@ def why_not(query: Tensor, value: Tensor, config: MuSeConfig) -> str | None:
 
 def _why_not_blockwise(widest: int, blocks: int, config: MuSeConfig) -> str | None:
     clusters = max(config.query_clusters, config.key_clusters)
-    most = _MOST_OF_CENTROIDS // (1 << (max(16, widest) - 1).bit_length())
-    if clusters > most:
-        return f"has at most {most} clusters with a tolerance and such heads, the config has {clusters}: use fewer"
+    limit = _MOST_CENTROID_NUMBERS // (1 << (max(16, widest) - 1).bit_length())
+    if clusters > limit:
+        return f"has at most {limit} clusters with a tolerance and such heads, the config has {clusters}: use fewer"
     if config.block_size > _LONGEST_BLOCK:
         return (
             f"has blocks of at most {_LONGEST_BLOCK} with a tolerance, the config has {config.block_size}: "
             "use a smaller block_size"
         )
     if 2 * config.query_clusters * blocks * config.key_clusters * widest >= 1 << 31:
-        most = (1 << 31) // (2 * config.query_clusters * config.key_clusters * widest)
-        return f"has fewer than {most} blocks with these clusters, these are {blocks}: use a larger block_size"
+        limit = (1 << 31) // (2 * config.query_clusters * config.key_clusters * widest)
+        return f"has fewer than {limit} blocks with these clusters, these are {blocks}: use a larger block_size"
     return None
 
 

@@ -1,4 +1,4 @@
-"""Stage 6: partial softmaxes into one, the one number per query their backward passes share, and sums of gradients."""
+"""Stage 6: merge partial softmaxes; in the backward pass, find the `delta` that they share, and add up gradients."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from muse_attention.core.structures import Partial
 _TILE = 64
 
 
-def merge(own: Partial, of_summaries: Partial | None, of_pairs: Partial | None, picks: int) -> None:
-    """The softmax over all terms, into `own` (H, N, Dv): `of_summaries` (H, N, Dv), `of_pairs` (G, L, Dv), `picks` of
-    each query."""
+def merge(own: Partial, from_summaries: Partial | None, from_pairs: Partial | None, picks: int) -> None:
+    """Merge `from_summaries` (H, N, Dv) and `from_pairs` (G, L, Dv), `picks` per query, into `own` (H, N, Dv)."""
     heads, length, value_dim = own.out.shape
-    far, retrieved = of_summaries or own, of_pairs or own
+    far, retrieved = from_summaries or own, from_pairs or own
     _merge[(cdiv(heads * length, _TILE),)](
         own_out_ptr=own.out, own_lse_ptr=own.lse, far_out_ptr=far.out, far_lse_ptr=far.lse, pair_out_ptr=retrieved.out,
         pair_lse_ptr=retrieved.lse, out_ptr=own.out, lse_ptr=own.lse, rows=heads * length, picks=picks,
-        HAS_SUMMARIES=of_summaries is not None, DV=value_dim, TILE=_TILE, ACC=accumulator(own.out.dtype),
+        HAS_SUMMARIES=from_summaries is not None, DV=value_dim, TILE=_TILE, ACC=accumulator(own.out.dtype),
     )  # fmt: skip
 
 
 def shared_delta(
     merged: Partial, grad_out: Tensor, grad_lse: Tensor | None, segments: Groups, shift: Tensor
 ) -> tuple[Tensor, Partial, Tensor]:
-    """`delta = sum(dO * O) - dL` of each query, (H, N): with `L`, all that a term's backward needs to know of the rest.
+    """`delta = sum(dO * O) - dL` of each query, (H, N). With `L` it is all that the gradient of a term needs of the
+    others.
 
-    Also `(dO, L - shift)` and `delta` in the order of `segments`, which `shift` (H, N) is in.
+    Also returns `(dO, L - shift)` and `delta` in the order of `segments`, in which `shift` (H, N) is given.
     """
     heads, length, value_dim = grad_out.shape
     delta, sorted_delta = torch.empty_like(merged.lse), torch.empty_like(merged.lse)
@@ -48,28 +48,29 @@ def shared_delta(
 
 def add_to_queries(
     own: Tensor,
-    of_summaries: QueryGradients | None,
-    of_pairs: QueryGradients | None,
+    from_summaries: QueryGradients | None,
+    from_pairs: QueryGradients | None,
     picks: int,
     has_bucket: Tensor,
     key_offset: Tensor,
     *,
     scale: float,
 ) -> None:
-    """Add to `own`, the gradients of queries: `scale` (`of_summaries` + the sum of `of_pairs` over the query's pairs).
+    """Add `scale` (`from_summaries` + the sum of `from_pairs` over the query's pairs) to `own`, the gradients of
+    queries.
 
-    `of_summaries` are of (H, N), `of_pairs` of (G, L), `picks` of each query; `key_offset` is (G, D). `has_bucket` has
-    an integer for each pair, which is negative if it has none.
+    `from_summaries` has a gradient for each of (H, N) queries, `from_pairs` for each of (G, L) pairs, `picks` per
+    query; `key_offset` is (G, D). `has_bucket` has an integer for each pair, negative if the pair has no bucket.
     """
     heads, length, head_dim = own.shape
-    # (A kernel takes a tensor even where it does not look at it.)
+    # (A kernel needs a tensor even for an argument that it does not read.)
     nothing = QueryGradients(own, own)
-    summaries, retrieved = of_summaries or nothing, of_pairs or nothing
+    summaries, retrieved = from_summaries or nothing, from_pairs or nothing
     _add_to_queries[(cdiv(length, _TILE), heads)](
-        own_ptr=own, of_summaries_ptr=summaries.centred, offset_of_summaries_ptr=summaries.of_offset,
-        of_pairs_ptr=retrieved.centred, offset_of_pairs_ptr=retrieved.of_offset, has_bucket_ptr=has_bucket,
+        own_ptr=own, from_summaries_ptr=summaries.centred, summaries_factor_ptr=summaries.offset_factor,
+        from_pairs_ptr=retrieved.centred, pairs_factor_ptr=retrieved.offset_factor, has_bucket_ptr=has_bucket,
         key_offset_ptr=key_offset, total_ptr=own, length=length, shared_by=heads // key_offset.shape[0], picks=picks,
-        HAS_SUMMARIES=of_summaries is not None, SCALE=scale, D=head_dim, TILE=_TILE, ACC=accumulator(own.dtype),
+        HAS_SUMMARIES=from_summaries is not None, SCALE=scale, D=head_dim, TILE=_TILE, ACC=accumulator(own.dtype),
     )  # fmt: skip
 
 
@@ -135,11 +136,11 @@ def _find_delta(
     mask = mask_row[:, None] & (offs_dv < DV)[None, :]  # [TILE, DV]
     offs = offs_row[:, None] * DV + offs_dv[None, :]  # [TILE, DV]
     gradient = tl.load(grad_out_ptr + offs, mask=mask, other=0.0)  # [TILE, DV]
-    found = tl.sum(gradient.to(ACC) * tl.load(out_ptr + offs, mask=mask, other=0.0).to(ACC), 1)  # [TILE]
+    delta = tl.sum(gradient.to(ACC) * tl.load(out_ptr + offs, mask=mask, other=0.0).to(ACC), 1)  # [TILE]
     if HAS_GRAD_LSE:
-        found -= tl.load(grad_lse_ptr + offs_row, mask=mask_row, other=0.0).to(ACC)
-    tl.store(delta_ptr + offs_row, found, mask=mask_row)
-    tl.store(sorted_delta_ptr + offs_place, found, mask=mask_row)
+        delta -= tl.load(grad_lse_ptr + offs_row, mask=mask_row, other=0.0).to(ACC)
+    tl.store(delta_ptr + offs_row, delta, mask=mask_row)
+    tl.store(sorted_delta_ptr + offs_place, delta, mask=mask_row)
     lse = tl.load(lse_ptr + offs_row, mask=mask_row, other=0.0)  # [TILE]
     shift = tl.load(shift_ptr + offs_place, mask=mask_row, other=0.0)  # [TILE]
     shifted = lse - shift  # [TILE]
@@ -149,14 +150,14 @@ def _find_delta(
 
 @kernel(stage="merging", do_not_specialize=["length", "shared_by", "picks"])
 def _add_to_queries(
-    own_ptr, of_summaries_ptr, offset_of_summaries_ptr, of_pairs_ptr, offset_of_pairs_ptr, has_bucket_ptr,
+    own_ptr, from_summaries_ptr, summaries_factor_ptr, from_pairs_ptr, pairs_factor_ptr, has_bucket_ptr,
     key_offset_ptr, total_ptr, length, shared_by, picks, HAS_SUMMARIES: tl.constexpr, SCALE: tl.constexpr,
     D: tl.constexpr, TILE: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """Gradients of queries from all their terms.
 
-    Grid: (N / TILE, H). `own_ptr`, `of_summaries_ptr`, `total_ptr`: (H, N, D); `offset_of_summaries_ptr`: (H, N);
-    `of_pairs_ptr`: (G, L, D); `offset_of_pairs_ptr`: (G, L); `has_bucket_ptr`: (G, L) int32; `key_offset_ptr`: (G, D).
+    Grid: (N / TILE, H). `own_ptr`, `from_summaries_ptr`, `total_ptr`: (H, N, D); `summaries_factor_ptr`: (H, N);
+    `from_pairs_ptr`: (G, L, D); `pairs_factor_ptr`: (G, L); `has_bucket_ptr`: (G, L) int32; `key_offset_ptr`: (G, D).
     """
     head = tl.program_id(1).to(tl.int64)
     offs_place, offs_d = tl.program_id(0) * TILE + tl.arange(0, TILE), tl.arange(0, padded(D))  # [TILE], [D]
@@ -165,17 +166,17 @@ def _add_to_queries(
     mask = mask_row[:, None] & (offs_d < D)[None, :]  # [TILE, D]
     offs = offs_row[:, None] * D + offs_d[None, :]  # [TILE, D]
     summed = tl.zeros([TILE, padded(D)], ACC)  # [TILE, D]
-    of_offset = tl.zeros([TILE], ACC)
+    offset_factor = tl.zeros([TILE], ACC)
     if HAS_SUMMARIES:
-        of_offset += tl.load(offset_of_summaries_ptr + offs_row, mask=mask_row, other=0.0)
-        summed += tl.load(of_summaries_ptr + offs, mask=mask, other=0.0).to(ACC)
+        offset_factor += tl.load(summaries_factor_ptr + offs_row, mask=mask_row, other=0.0)
+        summed += tl.load(from_summaries_ptr + offs, mask=mask, other=0.0).to(ACC)
     for pick in range(picks):
         offs_pair = offs_row * picks + pick  # [TILE]
         mask_pair = mask_row & (tl.load(has_bucket_ptr + offs_pair, mask=mask_row, other=-1) >= 0)  # [TILE]
-        mask_of_pairs = mask_pair[:, None] & (offs_d < D)[None, :]  # [TILE, D]
-        ptrs = of_pairs_ptr + offs_pair[:, None] * D + offs_d[None, :]  # [TILE, D]
-        summed += tl.load(ptrs, mask=mask_of_pairs, other=0.0).to(ACC)
-        of_offset += tl.load(offset_of_pairs_ptr + offs_pair, mask=mask_pair, other=0.0)
+        mask_gradient = mask_pair[:, None] & (offs_d < D)[None, :]  # [TILE, D]
+        ptrs = from_pairs_ptr + offs_pair[:, None] * D + offs_d[None, :]  # [TILE, D]
+        summed += tl.load(ptrs, mask=mask_gradient, other=0.0).to(ACC)
+        offset_factor += tl.load(pairs_factor_ptr + offs_pair, mask=mask_pair, other=0.0)
     offset = tl.load(key_offset_ptr + head // shared_by * D + offs_d, mask=offs_d < D, other=0.0)  # [D]
-    summed += of_offset[:, None] * offset[None, :]
+    summed += offset_factor[:, None] * offset[None, :]
     tl.store(total_ptr + offs, tl.load(own_ptr + offs, mask=mask, other=0.0).to(ACC) + SCALE * summed, mask=mask)

@@ -1,6 +1,6 @@
-"""The nearest centroid of each vector: queries and keys as the kernels of clustering read and compare them.
+"""The nearest centroid of each vector: how clustering kernels load vectors and compare them with centroids.
 
-A kernel holds all centroids of a head on chip where they fit. Where they do not, it goes over them in chunks.
+A kernel holds all centroids of a head on chip if they fit, and otherwise goes over them in chunks.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from muse_attention.core.precision import compute_dtype
 from muse_attention.core.structures import Side
 
 _MOST_NUMBERS = 1 << 15
-"""Numbers of centroids that a kernel holds on chip, both sizes padded to powers of two."""
+"""Largest padded size of the centroids that a kernel holds on chip as a whole."""
 _NUMBERS_OF_CHUNK = 1 << 13
-"""What it holds of them at a time if there are more: the next chunk is loaded meanwhile, in float32."""
+"""Size of a chunk of larger ones, in float32: the next chunk is loaded meanwhile."""
 _TILES_OF_PART = 16
-"""Tiles of vectors that one program assigns."""
+"""Tiles of vectors per program."""
 FIND_NEAREST = {"num_warps": 4}
 
 
 class Vectors:
-    """One or two tensors of vectors, which go through the kernels together."""
+    """One or two tensors of vectors, clustered by the same launches."""
 
     def __init__(self, sides: list[Side]) -> None:
         self.first, self.factor, self.second = sides[0].vectors, sides[0].factor, sides[-1].vectors
@@ -44,11 +44,11 @@ class Vectors:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """As kernels take them: heads below `of_first` are rows of `first_ptr`, the others of `second_ptr`."""
+        """Arguments of kernels: heads below `first_heads` are rows of `first_ptr`, the others of `second_ptr`."""
         return {
             "first_ptr": self.first,
             "second_ptr": self.second,
-            "of_first": self.first.shape[0],
+            "first_heads": self.first.shape[0],
             "length": self.length,
             "clusters": self.clusters,
             "FACTOR": self.factor,
@@ -79,30 +79,30 @@ def find_nearest(vectors: Vectors, centroids: Tensor, stride: int = 1) -> Tensor
 
 
 def rows_with_scores(clusters: int) -> int:
-    """Rows whose affinity to so many clusters is held on chip at a time."""
+    """Rows of a tile whose affinities to so many clusters fit on chip."""
     return max(16, min(64, 8192 // padded(clusters)))
 
 
 def centroids_at_once(clusters: int, head_dim: int) -> int:
     """Centroids that a kernel holds on chip: all of them, padded, or a chunk."""
-    every, width = padded(clusters), padded(head_dim)
-    return every if every * width <= _MOST_NUMBERS else max(16, _NUMBERS_OF_CHUNK // width)
+    all_clusters, width = padded(clusters), padded(head_dim)
+    return all_clusters if all_clusters * width <= _MOST_NUMBERS else max(16, _NUMBERS_OF_CHUNK // width)
 
 
 @triton.jit
-def vectors_of_sequence(first_ptr, second_ptr, sequence, of_first, length, D: tl.constexpr):
-    """Where the vectors of a sequence begin."""
-    if sequence < of_first:
+def vectors_of_sequence(first_ptr, second_ptr, sequence, first_heads, length, D: tl.constexpr):
+    """Pointer to the vectors of a sequence."""
+    if sequence < first_heads:
         vectors_ptr = first_ptr + sequence.to(tl.int64) * length * D
     else:
-        vectors_ptr = second_ptr + (sequence - of_first).to(tl.int64) * length * D
+        vectors_ptr = second_ptr + (sequence - first_heads).to(tl.int64) * length * D
     return vectors_ptr
 
 
 @triton.jit
 def load_vectors(vectors_ptr, offs_row, mask_row, is_first, FACTOR: tl.constexpr, D: tl.constexpr, ACC: tl.constexpr):
-    """[ROWS, D]: rows of vectors, times the factor of their side. One that is not finite must poison what attends to
-    it, not the clustering of everything else."""
+    """[ROWS, D]: rows of vectors, times the factor of their side. 0 for what is not finite: it must poison what attends
+    to it, not the clustering of everything else."""
     offs_d = tl.arange(0, padded(D))  # [D]
     mask = mask_row[:, None] & (offs_d < D)[None, :]  # [ROWS, D]
     # [ROWS, D]
@@ -114,7 +114,7 @@ def load_vectors(vectors_ptr, offs_row, mask_row, is_first, FACTOR: tl.constexpr
 
 @triton.jit
 def load_centroids(centroids_ptr, sequence, first, clusters, D: tl.constexpr, CHUNK: tl.constexpr):
-    """[CHUNK, D]: those of a sequence from `first` on."""
+    """[CHUNK, D]: the centroids of a sequence from `first` on."""
     offs_cluster, offs_d = first + tl.arange(0, CHUNK), tl.arange(0, padded(D))  # [CHUNK], [D]
     offs = (sequence.to(tl.int64) * clusters + offs_cluster)[:, None] * D + offs_d[None, :]  # [CHUNK, D]
     return tl.load(centroids_ptr + offs, mask=(offs_cluster < clusters)[:, None] & (offs_d < D)[None, :], other=0.0)
@@ -122,7 +122,7 @@ def load_centroids(centroids_ptr, sequence, first, clusters, D: tl.constexpr, CH
 
 @triton.jit
 def store_centroids(centroids_ptr, sequence, first, clusters, tile, D: tl.constexpr, CHUNK: tl.constexpr):
-    """Write [CHUNK, D] to those of a sequence from `first` on."""
+    """Write a tile [CHUNK, D] to the centroids of a sequence from `first` on."""
     offs_cluster, offs_d = first + tl.arange(0, CHUNK), tl.arange(0, padded(D))  # [CHUNK], [D]
     offs = (sequence.to(tl.int64) * clusters + offs_cluster)[:, None] * D + offs_d[None, :]  # [CHUNK, D]
     tl.store(centroids_ptr + offs, tile, mask=(offs_cluster < clusters)[:, None] & (offs_d < D)[None, :])
@@ -139,7 +139,7 @@ def half_norms(centroids, first, clusters, CHUNK: tl.constexpr, DTYPE: tl.conste
 
 @triton.jit
 def affinity(x, centroids, half_norms, ACC: tl.constexpr):
-    """[ROWS, CHUNK]: larger is nearer: `-|x - c|^2 / 2` without the `|x|^2` that all centroids share."""
+    """[ROWS, CHUNK]: `-|x - c|^2 / 2` without the `|x|^2` that all centroids share. Larger is nearer."""
     # [ROWS, CHUNK]
     scores = dot(x, tl.trans(centroids), ACC) - half_norms[None, :]
     scores = tl.where(scores == scores, scores, 0.0)
@@ -149,8 +149,8 @@ def affinity(x, centroids, half_norms, ACC: tl.constexpr):
 
 @triton.jit
 def argmax(scores, CP: tl.constexpr, DTYPE: tl.constexpr):
-    """[ROWS]: the first index of the largest score of each row, up to a precision beyond that of half-precision
-    vectors."""
+    """[ROWS]: the first index of the largest score of each row. For half-precision vectors, scores lose low bits of
+    float32."""
     if DTYPE == tl.float16 or DTYPE == tl.bfloat16:
         return CP - 1 - (tl.max(index_in_order(scores, CP), 1) & (CP - 1))
     else:
@@ -158,8 +158,8 @@ def argmax(scores, CP: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def nothing_found(ROWS: tl.constexpr, DTYPE: tl.constexpr, ACC: tl.constexpr):
-    """What `best_of_chunk` begins with, [ROWS] each: less than any score, and centroid 0."""
+def initial_best(ROWS: tl.constexpr, DTYPE: tl.constexpr, ACC: tl.constexpr):
+    """The start of `best_of_chunk`, [ROWS] each: a score below all others, and centroid 0."""
     if DTYPE == tl.float16 or DTYPE == tl.bfloat16:
         least = tl.full([ROWS], -(2**31), tl.int32)
     else:
@@ -169,10 +169,10 @@ def nothing_found(ROWS: tl.constexpr, DTYPE: tl.constexpr, ACC: tl.constexpr):
 
 @triton.jit
 def best_of_chunk(scores, first, best, nearest, CHUNK: tl.constexpr, DTYPE: tl.constexpr):
-    """The best score of each row so far, and the centroid that has it, with the scores of those from `first` on: [ROWS]
-    each.
+    """The best score of each row and its centroid, [ROWS] each, updated with the scores of the centroids from `first`
+    on.
 
-    As `argmax`: half-precision scores are compared in a precision beyond theirs, and of equal ones the first counts.
+    Compares as `argmax` does; of equal scores the first counts.
     """
     if DTYPE == tl.float16 or DTYPE == tl.bfloat16:
         packed = tl.max(index_in_order(scores, CHUNK), 1)  # [ROWS]
@@ -189,7 +189,7 @@ def nearest_in_chunks(
     ACC: tl.constexpr,
 ):  # fmt: skip
     """[ROWS]: the nearest centroid of each row of `x`, or the nearest one that `rooms_ptr`, (C,), has room for."""
-    best, nearest = nothing_found(x.shape[0], x.dtype, ACC)  # [ROWS], [ROWS]
+    best, nearest = initial_best(x.shape[0], x.dtype, ACC)  # [ROWS], [ROWS]
     for first in range(0, clusters, CHUNK):
         current = load_centroids(centroids_ptr, sequence, first, clusters, D, CHUNK)  # [CHUNK, D]
         rounded, norms = half_norms(current, first, clusters, CHUNK, x.dtype, ACC)  # [CHUNK, D], [CHUNK]
@@ -202,10 +202,11 @@ def nearest_in_chunks(
     return nearest
 
 
-@kernel(stage="clustering", do_not_specialize=["of_first", "length", "clusters"])
+@kernel(stage="clustering", do_not_specialize=["first_heads", "length", "clusters"])
 def _find_nearest(
-    first_ptr, second_ptr, centroids_ptr, assignment_ptr, stride, of_first, length, clusters, FACTOR: tl.constexpr,
-    D: tl.constexpr, CP: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, ACC: tl.constexpr,
+    first_ptr, second_ptr, centroids_ptr, assignment_ptr, stride, first_heads, length, clusters,
+    FACTOR: tl.constexpr, D: tl.constexpr, CP: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr,
+    TILES: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """The nearest centroid of every `stride`-th vector. (A `stride` of 1 is a constant for the compiler.)
 
@@ -213,7 +214,7 @@ def _find_nearest(
     (heads, C, D); `assignment_ptr`: (heads, N / stride) int32.
     """
     sequence = tl.program_id(1)
-    vectors_ptr = vectors_of_sequence(first_ptr, second_ptr, sequence, of_first, length, D)
+    vectors_ptr = vectors_of_sequence(first_ptr, second_ptr, sequence, first_heads, length, D)
     if CHUNK == CP:
         current = load_centroids(centroids_ptr, sequence, 0, clusters, D, CHUNK)  # [CHUNK, D]
         rounded, norms = half_norms(current, 0, clusters, CHUNK, first_ptr.dtype.element_ty, ACC)  # [CHUNK, D], [CHUNK]
@@ -223,7 +224,7 @@ def _find_nearest(
         offs_place = begin + tl.arange(0, TILE)  # [TILE]
         mask_row = offs_place < sampled  # [TILE]
         # [TILE, D]
-        x = load_vectors(vectors_ptr, offs_place * stride, mask_row, sequence < of_first, FACTOR, D, ACC)
+        x = load_vectors(vectors_ptr, offs_place * stride, mask_row, sequence < first_heads, FACTOR, D, ACC)
         if CHUNK == CP:
             nearest = argmax(affinity(x, rounded, norms, ACC), CHUNK, x.dtype)  # [TILE]
         else:

@@ -1,10 +1,10 @@
 """Stage 5: exact attention to the retrieved buckets, bucket by bucket.
 
-Every query and each bucket it retrieves are a pair. All queries have the same number of pairs, some of these without a
-bucket, so a pair's number tells its query. The pairs of a key head are sorted by bucket. A tile is some queries of one
-bucket; it streams the bucket's keys through. Each pair yields one partial, at its own place. In backward a tile of
-queries finds their gradients, and a tile of keys, through which the bucket's queries are streamed, those of keys and
-values.
+A pair is a query and a bucket that it retrieves. All queries have the same number of pairs, some without a bucket, so
+the number of a pair tells its query. The pairs of a key head are sorted by bucket. A tile holds queries that retrieve
+the same bucket, and streams the bucket's keys. Each pair yields one partial softmax, stored under the pair's number. In
+the backward pass tiles of queries yield the gradients of queries; tiles of keys, which stream the bucket's queries,
+yield those of keys and values.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from muse_attention.backends.triton.grouping import Groups, group_rows
 from muse_attention.backends.triton.key_offset import QueryGradients
 from muse_attention.backends.triton.numbers import accumulator, cdiv, fitting, gradient_dtype, padded, power_of_two
 from muse_attention.backends.triton.runtime.launching import kernel
-from muse_attention.backends.triton.tiles import Tiles, load_places, load_tile, tiles, tiles_of_groups
+from muse_attention.backends.triton.tiles import Tiles, cut_groups, cut_ranges, load_places, load_tile
 from muse_attention.core.precision import compute_dtype
 from muse_attention.core.structures import Partial, Selection
 
@@ -43,9 +43,9 @@ ATTEND_BACKWARD_TO_KEYS = {
     512: {"PAIRS": 16, "num_warps": 4, "num_stages": 1},
 }
 PAIRS_OF_PIECE = 2048
-"""Queries of one bucket that one program streams through a tile of its keys, if there is room for all the pieces."""
+"""Queries that one program streams through a tile of their bucket's keys, if there is room for all the pieces."""
 PAIRS_OF_TILE = 64
-"""Queries of one bucket that one program works on."""
+"""Queries in a tile; all retrieve the same bucket."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Pairs:
     """pairs by bucket: order (G, L)"""
     tiles: Tiles
     picks: int
-    """pairs of every query"""
+    """pairs per query"""
 
     @property
     def shape(self) -> torch.Size:
@@ -64,12 +64,12 @@ class Pairs:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """As kernels take them."""
+        """Arguments of kernels."""
         return {"pair_order_ptr": self.groups.order, "picks": self.picks}
 
     @classmethod
     def of(cls, groups: Groups, picks: int) -> Pairs:
-        return cls(groups, tiles_of_groups(groups, PAIRS_OF_TILE), picks)
+        return cls(groups, cut_groups(groups, PAIRS_OF_TILE), picks)
 
 
 def sort_picks(selection: Selection, blocks: int, fill_in: Groups) -> None:
@@ -129,7 +129,7 @@ def attend_backward(
     rows_of_bucket_tile: int,
     scale: float,
 ) -> tuple[QueryGradients, PairGradients]:
-    """Gradients of each pair's (scaled) query, (G, L), and of the keys and values, tile by tile.
+    """Gradients of the (scaled) query of each pair, (G, L), and of keys and values, tile by tile.
 
     `lse` and `delta` are those of the merged softmax. Where a query has no pick its gradient is undefined.
     """
@@ -137,11 +137,11 @@ def attend_backward(
     to_queries = QueryGradients(
         queries.new_empty(*pairs.shape, head_dim, dtype=gradient_dtype(queries.dtype)), delta.new_empty(pairs.shape)
     )
-    of_softmax = {"grad_out_ptr": grad_out, "lse_ptr": lse, "delta_ptr": delta}
-    shared = {**of_softmax, **_inputs(queries, keys, values, scale), **pairs.arguments}
+    softmax_arguments = {"grad_out_ptr": grad_out, "lse_ptr": lse, "delta_ptr": delta}
+    shared = {**softmax_arguments, **_inputs(queries, keys, values, scale), **pairs.arguments}
     _buckets_backward_to_queries[pairs.tiles.grid](
         **shared, **pairs.tiles.arguments, bucket_starts_ptr=buckets.starts, buckets=buckets.number,
-        key_offset_ptr=key_offset, grad_pairs_ptr=to_queries.centred, grad_shift_ptr=to_queries.of_offset,
+        key_offset_ptr=key_offset, grad_pairs_ptr=to_queries.centred, grad_shift_ptr=to_queries.offset_factor,
         PAIRS=PAIRS_OF_TILE, **_fitting(ATTEND_BACKWARD_TO_QUERIES, queries, values),
     )  # fmt: skip
     pieces = _cut_into_pieces(pairs, bucket_tiles)
@@ -163,18 +163,18 @@ def attend_backward(
 def _cut_into_pieces(pairs: Pairs, bucket_tiles: Tiles) -> Tiles:
     """The pairs that each bucket tile meets, in pieces.
 
-    A few buckets are asked for by most queries, so their pairs go to many programs; others by none. There is room for
-    the gradients of as many pieces as there can be tiles. If these are not enough, pieces are longer.
+    Most queries retrieve the same few buckets, whose pairs go to many programs; no query retrieves some others. There
+    is room for the gradients of as many pieces as there can be tiles; pieces are longer if that is not enough.
     """
-    key_heads, most_tiles = bucket_tiles.group.shape
+    key_heads, max_tiles = bucket_tiles.group.shape
     begin, end = torch.empty_like(bucket_tiles.group), torch.empty_like(bucket_tiles.group)
     size = begin.new_empty(key_heads)
     _plan_pieces[(key_heads,)](
         tile_group_ptr=bucket_tiles.group, pair_starts_ptr=pairs.groups.starts, begin_ptr=begin, end_ptr=end,
-        size_ptr=size, tiles=most_tiles, buckets=pairs.groups.number, most_pieces=most_tiles, SHORTEST=PAIRS_OF_PIECE,
-        WIDTH=min(1024, power_of_two(most_tiles)),
+        size_ptr=size, tiles=max_tiles, buckets=pairs.groups.number, max_pieces=max_tiles, SHORTEST=PAIRS_OF_PIECE,
+        WIDTH=min(1024, power_of_two(max_tiles)),
     )  # fmt: skip
-    return tiles(begin, end, size, most_tiles)
+    return cut_ranges(begin, end, size, max_tiles)
 
 
 def _fitting(launch: dict[int, dict[str, int]], queries: Tensor, values: Tensor) -> dict[str, int]:
@@ -182,7 +182,7 @@ def _fitting(launch: dict[int, dict[str, int]], queries: Tensor, values: Tensor)
 
 
 def _inputs(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> dict[str, Any]:
-    """As kernels take them, and what is compiled in."""
+    """Arguments of kernels, with what is compiled in."""
     key_heads, length, value_dim = values.shape
     head_dim = queries.shape[-1]
     return {
@@ -198,13 +198,12 @@ def _inputs(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> dict
     }
 
 
-@kernel(stage="sorting", do_not_specialize=["tiles", "buckets", "most_pieces"])
+@kernel(stage="sorting", do_not_specialize=["tiles", "buckets", "max_pieces"])
 def _plan_pieces(
-    tile_group_ptr, pair_starts_ptr, begin_ptr, end_ptr, size_ptr, tiles, buckets, most_pieces, SHORTEST: tl.constexpr,
+    tile_group_ptr, pair_starts_ptr, begin_ptr, end_ptr, size_ptr, tiles, buckets, max_pieces, SHORTEST: tl.constexpr,
     WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """The pairs of each tile's bucket, and the smallest of `SHORTEST`, twice, four times that, .. pairs to a piece that
-    leaves few enough pieces.
+    """The pairs of each tile's bucket, and the pairs in a piece: `SHORTEST`, doubled until `max_pieces` suffice.
 
     Grid: (G,). `tile_group_ptr`, `begin_ptr`, `end_ptr`: (G, tiles) int32; `pair_starts_ptr`: (G, K nb + 1) int32;
     `size_ptr`: (G,) int32.
@@ -222,7 +221,7 @@ def _plan_pieces(
         tl.store(end_ptr + key_head * tiles + offs_tile, last_pair, mask=offs_tile < tiles)
         length = (SHORTEST << doubling)[None, :]  # [1, 16]
         pieces += tl.sum(((last_pair - first_pair)[:, None] + length - 1) // length, 0)
-    fitting = tl.min(tl.where(pieces <= most_pieces, doubling, 15), 0)
+    fitting = tl.min(tl.where(pieces <= max_pieces, doubling, 15), 0)
     tl.store(size_ptr + key_head, SHORTEST << fitting)
 
 
@@ -268,11 +267,11 @@ def _attend_to_buckets(
         total = total * kept + tl.sum(weights, 1)
         weighted = add_dot(weights.to(values.dtype), values, weighted * kept[:, None])
         largest = larger
-    nothing = total == 0  # [PAIRS]
-    weighted /= tl.where(nothing, 1.0, total)[:, None]
+    is_empty = total == 0  # [PAIRS]
+    weighted /= tl.where(is_empty, 1.0, total)[:, None]
     offs_pair = first_pair + offs_pair
     store_rows(out_ptr, 0, offs_pair, mask_pair, weighted, DV)
-    tl.store(lse_ptr + offs_pair, tl.where(nothing, float("-inf"), (largest + tl.log2(total)) * LOG_2), mask=mask_pair)
+    tl.store(lse_ptr + offs_pair, tl.where(is_empty, float("-inf"), (largest + tl.log2(total)) * LOG_2), mask=mask_pair)
 
 
 @kernel(stage="retrieval", do_not_specialize=["length", "shared_by", "picks", "buckets"])
@@ -321,7 +320,7 @@ def _buckets_backward_to_queries(
         gradient = add_dot(d_logits, keys, gradient)
     offs_d = tl.arange(0, padded(D))  # [D]
     offset = tl.load(key_offset_ptr + key_head * D + offs_d, mask=offs_d < D, other=0.0)  # [D]
-    # (Less what the product above has of the offset, or what should cancel does not.)
+    # (The product above contains the offset with rounded weights. It is taken out, so that large terms cancel.)
     gradient -= rounded_shift[:, None] * offset[None, :]
     store_rows(grad_pairs_ptr, 0, first_pair + offs_pair, mask_pair, gradient, D)
     tl.store(grad_shift_ptr + first_pair + offs_pair, d_shift, mask=mask_pair)

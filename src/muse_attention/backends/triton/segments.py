@@ -1,4 +1,4 @@
-"""The queries of each (query cluster, block): how they are laid out and cut, and scored against summaries."""
+"""Segments, the queries of each (query cluster, block): their layout, their tiles, and their scores of summaries."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from muse_attention.backends.triton.numbers import accumulator, fitting, padded
 from muse_attention.backends.triton.tiles import Tiles
 
 ROWS_OF_TILE = 64
-"""Queries of one segment that one program works on."""
+"""Queries in a tile, all of one segment."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Segments:
     residuals: Tensor
     """(H, N, D), in the order of `groups`"""
     shift: Tensor
-    """(H, N), likewise: what the offset of keys, which means of keys lack, adds to all logits of a query"""
+    """(H, N), likewise: what the key offset adds to all logits of a query"""
     groups: Groups
     tiles: Tiles
     blocks: int
@@ -35,7 +35,7 @@ class Segments:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """As kernels take them, like the next two."""
+        """Arguments of kernels, like the next two."""
         return {
             "length": self.residuals.shape[1],
             "blocks": self.blocks,
@@ -50,7 +50,7 @@ class Segments:
 
     @property
     def queries(self) -> dict[str, Any]:
-        """What tells logits, and how these are computed."""
+        """What logits are computed from, and how."""
         head_dim = self.residuals.shape[-1]
         return {
             "residuals_ptr": self.residuals,
@@ -60,9 +60,9 @@ class Segments:
         }
 
     def clamped_to_clusters(self, launch: dict[str, int]) -> dict[str, int]:
-        """No more columns at a time than there are key clusters."""
-        most = padded(self.key_clusters)
-        return {name: min(number, most) if name == "CLUSTERS" else number for name, number in launch.items()}
+        """The launch settings, with no more columns at a time than there are key clusters."""
+        columns = padded(self.key_clusters)
+        return {name: min(number, columns) if name == "CLUSTERS" else number for name, number in launch.items()}
 
     def fit(self, launch: dict[int, dict[str, int]], value_dim: int) -> dict[str, int]:
         return self.clamped_to_clusters(fitting(launch, self.residuals.shape[-1], value_dim, self.residuals.dtype))
@@ -70,15 +70,15 @@ class Segments:
 
 @triton.jit
 def blocks_of_segment(segment, blocks, IS_CAUSAL: tl.constexpr):
-    """The block of a segment, and how many blocks to go over for those that its queries see."""
+    """The block of a segment, and the number of blocks to loop over to reach all that its queries see."""
     own_block = segment % blocks
     return own_block, own_block if IS_CAUSAL else blocks
 
 
 @triton.jit
 def score(residual, mass_ptr, key_mean_ptr, first, offs_cluster, mask_cluster, D: tl.constexpr, ACC: tl.constexpr):
-    """Means of the keys of the summaries `first + offs_cluster`, [CLUSTERS, D], and the logits of the queries against
-    them, [ROWS, CLUSTERS]."""
+    """Key means of the summaries `first + offs_cluster`, [CLUSTERS, D], and the logits of the queries against them,
+    [ROWS, CLUSTERS]."""
     means = load_rows(key_mean_ptr, first, offs_cluster, mask_cluster, D)  # [CLUSTERS, D]
     masses = tl.load(mass_ptr + first + offs_cluster, mask=mask_cluster, other=float("-inf"))  # [CLUSTERS]
     # [ROWS, CLUSTERS]
@@ -88,7 +88,8 @@ def score(residual, mass_ptr, key_mean_ptr, first, offs_cluster, mask_cluster, D
 
 @triton.jit
 def include(logits, values, largest, total, weighted, ACC: tl.constexpr):
-    """Terms into the running softmax: the largest logit and the total, [ROWS], and the weighted values, [ROWS, DV]."""
+    """Add terms to the running softmax: the largest logit and the total, [ROWS], and the weighted values, [ROWS,
+    DV]."""
     larger = tl.maximum(largest, tl.max(logits, 1))  # [ROWS]
     shift = tl.where(larger == float("-inf"), 0.0, larger)  # [ROWS]
     weights = exp_of_less(logits, shift[:, None])  # [ROWS, CLUSTERS]

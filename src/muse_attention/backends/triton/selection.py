@@ -19,41 +19,40 @@ from muse_attention.core.structures import Selection, Summaries
 
 SELECT_CLUSTERS = {"num_warps": 4}
 _MOST_NUMBERS = 1 << 15
-"""Numbers of the means of all key clusters that one product takes as a whole, both sizes padded to powers of two."""
+"""Largest padded size of the means of all key clusters that one product takes as a whole."""
 _MOST_LOGITS = 1 << 14
-"""Logits of all key clusters held on chip, if their means are too many."""
+"""Logits held on chip if the means are larger than that."""
 SELECT_BLOCKS = {"CLUSTERS": 16, "num_warps": 4, "num_stages": 1}
 
 
-def select(segments: Segments, of_buckets: Summaries, seen: Summaries, fill_in: Selection) -> None:
-    """The best clusters of each query by the summaries it sees, (H, N, clusters), and the best blocks in each, (H, N,
-    clusters, blocks)."""
+def select(segments: Segments, bucket_summaries: Summaries, seen: Summaries, fill_in: Selection) -> None:
+    """Write the best clusters of each query by the summaries it sees, (H, N, clusters), and the best blocks in each,
+    (H, N, clusters, blocks)."""
     opened, retrieved = fill_in.opened, fill_in.retrieved
     clusters, blocks = retrieved.shape[-2:]
     if clusters == 0:
         return
     tiles = segments.tiles
     picks = {"opened_ptr": opened, "retrieved_ptr": retrieved, "opened_clusters": clusters, "retrieved_blocks": blocks}
-    launch = _launch_of_clusters(segments.key_clusters, segments.residuals.shape[-1])
+    launch = _cluster_launch(segments.key_clusters, segments.residuals.shape[-1])
     _select_clusters[(*tiles.grid, ROWS_OF_TILE // launch["ROWS"])](
         **segments.queries, **pointers_of_logits(seen, "seen_"), **segments.rows, **picks,
         IS_PACKED=segments.residuals.dtype in (torch.float16, torch.bfloat16), **launch,
     )  # fmt: skip
     listed = list_opened(segments, opened)
     _select_blocks[tiles.grid](
-        **segments.queries, **pointers_of_logits(of_buckets), **segments.rows, **listed.arguments, **picks,
+        **segments.queries, **pointers_of_logits(bucket_summaries), **segments.rows, **listed.arguments, **picks,
         ROWS=ROWS_OF_TILE, IS_SINGLE=blocks == 1, **segments.clamped_to_clusters(SELECT_BLOCKS),
     )  # fmt: skip
 
 
-def _launch_of_clusters(key_clusters: int, head_dim: int) -> dict[str, Any]:
-    """All key clusters at once; if these are too many for the chip, then of fewer rows, and a slice of the dimensions
-    after another."""
-    every, width = padded(key_clusters), padded(head_dim)
-    if every * width <= _MOST_NUMBERS:
-        return {"CP": every, "SLICE": width, "ROWS": ROWS_OF_TILE, **SELECT_CLUSTERS}
-    rows = max(16, min(ROWS_OF_TILE, _MOST_LOGITS // every))
-    return {"CP": every, "SLICE": max(16, _MOST_NUMBERS // every), "ROWS": rows, "num_warps": 8, "num_stages": 1}
+def _cluster_launch(key_clusters: int, head_dim: int) -> dict[str, Any]:
+    """All key clusters at once. If they do not fit on chip: fewer rows, and the dimensions slice by slice."""
+    clusters, width = padded(key_clusters), padded(head_dim)
+    if clusters * width <= _MOST_NUMBERS:
+        return {"CP": clusters, "SLICE": width, "ROWS": ROWS_OF_TILE, **SELECT_CLUSTERS}
+    rows = max(16, min(ROWS_OF_TILE, _MOST_LOGITS // clusters))
+    return {"CP": clusters, "SLICE": max(16, _MOST_NUMBERS // clusters), "ROWS": rows, "num_warps": 8, "num_stages": 1}
 
 
 @triton.jit
@@ -84,7 +83,7 @@ def _select_clusters(
     D: tl.constexpr, IS_CAUSAL: tl.constexpr, ROWS: tl.constexpr, CP: tl.constexpr, SLICE: tl.constexpr,
     IS_PACKED: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """The best clusters of each query of a segment's tile, one after another, by the summaries it sees.
+    """The best clusters of each query of a segment's tile, one by one, by the summaries it sees.
 
     Grid: that of the segments' tiles, and parts of a tile of `ROWS` queries. `residuals_ptr`: (H, N, D), in the order
     of the segments; `seen_mass_ptr`: (H, Q, nb, K); `seen_key_mean_ptr`: (H, Q, nb, K, D); `order_ptr`: (H, N) int32;
@@ -104,16 +103,16 @@ def _select_clusters(
     offs_row = tl.load(order_ptr + first_place + offs_place, mask=mask_row, other=0)  # [ROWS]
     offs_cluster = tl.arange(0, CP)
     mask_cluster = offs_cluster < key_clusters  # [CP]
-    of_block = ((head * query_clusters + segment // blocks) * blocks + segment % blocks) * key_clusters
+    block_base = ((head * query_clusters + segment // blocks) * blocks + segment % blocks) * key_clusters
     # (Block 0 of causal attention sees nothing: its masses are all -inf.)
     if SLICE == padded(D):
         residual = load_rows(residuals_ptr, first_place, offs_place, mask_row, D)  # [ROWS, D]
         # [CP, D], [ROWS, CP]
-        _, logits = score(residual, seen_mass_ptr, seen_key_mean_ptr, of_block, offs_cluster, mask_cluster, D, ACC)
+        _, logits = score(residual, seen_mass_ptr, seen_key_mean_ptr, block_base, offs_cluster, mask_cluster, D, ACC)
     else:
         logits = _score_in_slices(
-            residuals_ptr, seen_mass_ptr, seen_key_mean_ptr, first_place, of_block, mask_row, mask_cluster, D, ROWS, CP,
-            SLICE, ACC,
+            residuals_ptr, seen_mass_ptr, seen_key_mean_ptr, first_place, block_base, mask_row, mask_cluster, D, ROWS,
+            CP, SLICE, ACC,
         )  # fmt: skip
     opened_ptr += head * length * opened_clusters
     retrieved_ptr += head * length * opened_clusters * retrieved_blocks
@@ -124,19 +123,19 @@ def _select_clusters(
         packed = tl.where(mask, index_in_order(logits, CP), absent)  # [ROWS, CP]
         for number in range(opened_clusters):
             best = tl.max(packed, 1)  # [ROWS]
-            found = tl.where(best == absent, -1, CP - 1 - (best & (CP - 1)))  # [ROWS]
+            chosen = tl.where(best == absent, -1, CP - 1 - (best & (CP - 1)))  # [ROWS]
             packed = tl.where(packed == best[:, None], absent, packed)
-            filled += (found >= 0).to(tl.int32)
-            tl.store(opened_ptr + offs_row * opened_clusters + number, found, mask=mask_row)
+            filled += (chosen >= 0).to(tl.int32)
+            tl.store(opened_ptr + offs_row * opened_clusters + number, chosen, mask=mask_row)
     else:
         logits = tl.where(mask, logits, float("-inf"))
         for number in range(opened_clusters):
             best, index = tl.max(logits, 1, return_indices=True)  # [ROWS], [ROWS]
-            found = tl.where(best == float("-inf"), -1, index)
-            logits = tl.where(offs_cluster[None, :] == found[:, None], float("-inf"), logits)
-            filled += (found >= 0).to(tl.int32)
-            tl.store(opened_ptr + offs_row * opened_clusters + number, found, mask=mask_row)
-    # What finds nothing to open retrieves nothing.
+            chosen = tl.where(best == float("-inf"), -1, index)
+            logits = tl.where(offs_cluster[None, :] == chosen[:, None], float("-inf"), logits)
+            filled += (chosen >= 0).to(tl.int32)
+            tl.store(opened_ptr + offs_row * opened_clusters + number, chosen, mask=mask_row)
+    # A slot without an opened cluster retrieves nothing.
     if tl.min(tl.where(mask_row, filled, opened_clusters), 0) < opened_clusters:
         for number in range(opened_clusters * retrieved_blocks):
             tl.store(
@@ -154,7 +153,7 @@ def _select_blocks(
     key_clusters, D: tl.constexpr, IS_CAUSAL: tl.constexpr, IS_SINGLE: tl.constexpr, ROWS: tl.constexpr,
     CLUSTERS: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """For each opened cluster the best blocks, one after another.
+    """The best blocks of each opened cluster, one by one.
 
     Grid: that of the segments' tiles. `residuals_ptr`: (H, N, D), in the order of the segments; `mass_ptr`:
     (H, Q, nb, K); `key_mean_ptr`: (H, Q, nb, K, D); `order_ptr`: (H, N) int32; `listed_ptr`: (H, Q, K) int32;
@@ -172,42 +171,42 @@ def _select_blocks(
     if seen_blocks == 0:
         return
     residual = load_rows(residuals_ptr, first_place, offs_place, mask_row, D)  # [ROWS, D]
-    line = head * query_clusters + segment // blocks
-    of_cluster = line * blocks * key_clusters
-    listed_here = tl.load(listed_number_ptr + line)
-    listed_ptr += line * key_clusters
+    cluster_index = head * query_clusters + segment // blocks
+    cluster_base = cluster_index * blocks * key_clusters
+    listed_number = tl.load(listed_number_ptr + cluster_index)
+    listed_ptr += cluster_index * key_clusters
     opened_ptr += head * length * opened_clusters
     retrieved_ptr += head * length * opened_clusters * retrieved_blocks
-    for first in range(0, listed_here, CLUSTERS):
+    for first in range(0, listed_number, CLUSTERS):
         offs_listed = first + tl.arange(0, CLUSTERS)  # [CLUSTERS]
-        mask_cluster = offs_listed < listed_here  # [CLUSTERS]
+        mask_cluster = offs_listed < listed_number  # [CLUSTERS]
         offs_cluster = tl.load(listed_ptr + offs_listed, mask=mask_cluster, other=-1)  # [CLUSTERS]
         slot = tl.full([ROWS, CLUSTERS], -1, tl.int32)
         for number in range(opened_clusters):
-            own = tl.load(opened_ptr + offs_row * opened_clusters + number, mask=mask_row, other=-2)  # [ROWS]
-            slot = tl.where(own[:, None] == offs_cluster[None, :], number, slot)
+            cluster = tl.load(opened_ptr + offs_row * opened_clusters + number, mask=mask_row, other=-2)  # [ROWS]
+            slot = tl.where(cluster[:, None] == offs_cluster[None, :], number, slot)
         slot = tl.where(mask_cluster[None, :], slot, -1)
         offs_cluster = tl.maximum(offs_cluster, 0)
         last_score = tl.full([ROWS, CLUSTERS], float("inf"), ACC)
         last_block = tl.full([ROWS, CLUSTERS], -1, tl.int32)
         for number in range(retrieved_blocks):
             best = tl.full([ROWS, CLUSTERS], float("-inf"), ACC)
-            found = tl.full([ROWS, CLUSTERS], -1, tl.int32)
+            chosen = tl.full([ROWS, CLUSTERS], -1, tl.int32)
             for block in range(seen_blocks):
-                of_block = of_cluster + block * key_clusters
+                block_base = cluster_base + block * key_clusters
                 # [CLUSTERS, D], [ROWS, CLUSTERS]
-                _, logits = score(residual, mass_ptr, key_mean_ptr, of_block, offs_cluster, mask_cluster, D, ACC)
+                _, logits = score(residual, mass_ptr, key_mean_ptr, block_base, offs_cluster, mask_cluster, D, ACC)
                 if not IS_CAUSAL:
                     logits = tl.where(own_block == block, float("-inf"), logits)
-                # Those that come after the last one found: with a lower score, or later with the same.
+                # Only what ranks after the last choice: a lower score, or an equal one further on.
                 better = logits > best  # [ROWS, CLUSTERS]
                 if not IS_SINGLE:
                     better &= (logits < last_score) | ((logits == last_score) & (last_block < block))
                 best = tl.where(better, logits, best)
-                found = tl.where(better, block, found)
+                chosen = tl.where(better, block, chosen)
             tl.store(
-                retrieved_ptr + (offs_row[:, None] * opened_clusters + slot) * retrieved_blocks + number, found,
+                retrieved_ptr + (offs_row[:, None] * opened_clusters + slot) * retrieved_blocks + number, chosen,
                 mask=mask_row[:, None] & (slot >= 0),
             )  # fmt: skip
-            last_score = tl.where(found < 0, float("-inf"), best)
-            last_block = tl.where(found < 0, blocks, found)
+            last_score = tl.where(chosen < 0, float("-inf"), best)
+            last_block = tl.where(chosen < 0, blocks, chosen)

@@ -1,4 +1,4 @@
-"""Streaming k-means, the paper's: one pass in minibatches, each vector drawing its nearest centroid towards it."""
+"""The paper's streaming k-means: one pass in minibatches, in which each vector pulls its nearest centroid."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from muse_attention.backends.triton.nearest import (
     argmax,
     best_of_chunk,
     half_norms,
+    initial_best,
     load_centroids,
     load_vectors,
-    nothing_found,
     store_centroids,
     vectors_of_sequence,
 )
@@ -30,7 +30,7 @@ DECAY = 0.9
 
 
 def stream(vectors: Vectors, order: Tensor, centroids: Tensor) -> None:
-    """Let one vector after another, in an (N,) `order`, draw the nearest of (heads, clusters, D) `centroids` to it."""
+    """Update (heads, clusters, D) `centroids`: each vector, in the (N,) `order`, pulls its nearest centroid."""
     settings = {"MINIBATCH": MINIBATCH, "DECAY": DECAY, "LOG2_DECAY": math.log2(DECAY), "num_warps": 8}
     tables = {**vectors.arguments, "order_ptr": order, "centroids_ptr": centroids}
     if vectors.is_cut:
@@ -42,7 +42,7 @@ def stream(vectors: Vectors, order: Tensor, centroids: Tensor) -> None:
 
 @triton.jit
 def _decayed(nearest, offs_place, LOG2_DECAY: tl.constexpr, ACC: tl.constexpr):
-    """[MINIBATCH]: what is left of the vectors of a minibatch when those after them have come to the same centroid."""
+    """[MINIBATCH]: the weight left to each vector after later vectors of the minibatch have come to its centroid."""
     # [MINIBATCH, MINIBATCH]
     follows = (nearest[:, None] == nearest[None, :]) & (offs_place[:, None] < offs_place[None, :])
     followers = tl.sum(follows.to(tl.int32), 1).to(ACC)  # [MINIBATCH]
@@ -53,21 +53,22 @@ def _decayed(nearest, offs_place, LOG2_DECAY: tl.constexpr, ACC: tl.constexpr):
 def _receive(totals, weights, offs_cluster, x, nearest, share, DECAY: tl.constexpr, ACC: tl.constexpr):
     """Totals [CHUNK, D] and weights [CHUNK] of the centroids `offs_cluster` after a minibatch.
 
-    One that receives `x_1 .. x_m` ends it with the total `DECAY^m t + sum_r DECAY^(m-r) x_r`: the closed form of
-    updating it with one vector after another.
+    A centroid with the total `t` that receives `x_1 .. x_m` has the total `DECAY^m t + sum_r DECAY^(m-r) x_r`
+    afterwards: the closed form of one update per vector.
     """
     member = tl.where(nearest[:, None] == offs_cluster[None, :], share[:, None], 0.0).to(x.dtype)  # [MINIBATCH, CHUNK]
     received = dot(tl.trans(member), x, ACC)  # [CHUNK, D]
     counted = tl.sum(member.to(ACC), 0)  # [CHUNK]
-    # `counted` is 1 + DECAY + .. + DECAY^(m-1), which tells DECAY^m.
+    # `counted` is 1 + DECAY + .. + DECAY^(m-1), from which DECAY^m follows.
     kept = 1.0 - (1.0 - DECAY) * counted  # [CHUNK]
     return totals * kept[:, None] + received, weights * kept + counted
 
 
-@kernel(stage="clustering", do_not_specialize=["of_first", "length", "clusters"])
+@kernel(stage="clustering", do_not_specialize=["first_heads", "length", "clusters"])
 def _stream(
-    first_ptr, second_ptr, order_ptr, centroids_ptr, of_first, length, clusters, FACTOR: tl.constexpr, D: tl.constexpr,
-    CP: tl.constexpr, MINIBATCH: tl.constexpr, DECAY: tl.constexpr, LOG2_DECAY: tl.constexpr, ACC: tl.constexpr,
+    first_ptr, second_ptr, order_ptr, centroids_ptr, first_heads, length, clusters, FACTOR: tl.constexpr,
+    D: tl.constexpr, CP: tl.constexpr, MINIBATCH: tl.constexpr, DECAY: tl.constexpr, LOG2_DECAY: tl.constexpr,
+    ACC: tl.constexpr,
 ):  # fmt: skip
     """One pass in minibatches, with all centroids on chip.
 
@@ -75,7 +76,7 @@ def _stream(
     in place.
     """
     sequence = tl.program_id(0)
-    vectors_ptr = vectors_of_sequence(first_ptr, second_ptr, sequence, of_first, length, D)
+    vectors_ptr = vectors_of_sequence(first_ptr, second_ptr, sequence, first_heads, length, D)
     offs_cluster, offs_place = tl.arange(0, CP), tl.arange(0, MINIBATCH)  # [CP], [MINIBATCH]
     current = load_centroids(centroids_ptr, sequence, 0, clusters, D, CP)  # [CP, D]
     totals = current  # [CP, D]
@@ -83,7 +84,7 @@ def _stream(
     for begin in range(0, length, MINIBATCH):
         mask_row = begin + offs_place < length  # [MINIBATCH]
         offs_row = tl.load(order_ptr + begin + offs_place, mask=mask_row, other=0)  # [MINIBATCH]
-        x = load_vectors(vectors_ptr, offs_row, mask_row, sequence < of_first, FACTOR, D, ACC)  # [MINIBATCH, D]
+        x = load_vectors(vectors_ptr, offs_row, mask_row, sequence < first_heads, FACTOR, D, ACC)  # [MINIBATCH, D]
         rounded, norms = half_norms(current, 0, clusters, CP, x.dtype, ACC)  # [CP, D], [CP]
         nearest = argmax(affinity(x, rounded, norms, ACC), CP, x.dtype)  # [MINIBATCH]
         nearest = tl.where(mask_row, nearest, -1)
@@ -94,25 +95,25 @@ def _stream(
     store_centroids(centroids_ptr, sequence, 0, clusters, rounded, D, CP)
 
 
-@kernel(stage="clustering", do_not_specialize=["of_first", "length", "clusters"])
+@kernel(stage="clustering", do_not_specialize=["first_heads", "length", "clusters"])
 def _stream_in_chunks(
-    first_ptr, second_ptr, order_ptr, centroids_ptr, weights_ptr, of_first, length, clusters, FACTOR: tl.constexpr,
-    D: tl.constexpr, CHUNK: tl.constexpr, MINIBATCH: tl.constexpr, DECAY: tl.constexpr, LOG2_DECAY: tl.constexpr,
-    ACC: tl.constexpr,
+    first_ptr, second_ptr, order_ptr, centroids_ptr, weights_ptr, first_heads, length, clusters,
+    FACTOR: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, MINIBATCH: tl.constexpr, DECAY: tl.constexpr,
+    LOG2_DECAY: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """As `_stream`, with totals and weights in memory: until the end `centroids_ptr` holds the totals.
 
     `weights_ptr`: (heads, C), 1 everywhere before.
     """
     sequence = tl.program_id(0)
-    vectors_ptr = vectors_of_sequence(first_ptr, second_ptr, sequence, of_first, length, D)
+    vectors_ptr = vectors_of_sequence(first_ptr, second_ptr, sequence, first_heads, length, D)
     offs_place = tl.arange(0, MINIBATCH)
     weights_ptr += sequence.to(tl.int64) * clusters
     for begin in range(0, length, MINIBATCH):
         mask_row = begin + offs_place < length  # [MINIBATCH]
         offs_row = tl.load(order_ptr + begin + offs_place, mask=mask_row, other=0)  # [MINIBATCH]
-        x = load_vectors(vectors_ptr, offs_row, mask_row, sequence < of_first, FACTOR, D, ACC)  # [MINIBATCH, D]
-        best, nearest = nothing_found(MINIBATCH, x.dtype, ACC)  # [MINIBATCH], [MINIBATCH]
+        x = load_vectors(vectors_ptr, offs_row, mask_row, sequence < first_heads, FACTOR, D, ACC)  # [MINIBATCH, D]
+        best, nearest = initial_best(MINIBATCH, x.dtype, ACC)  # [MINIBATCH], [MINIBATCH]
         for chunk in range(0, clusters, CHUNK):
             offs_cluster = chunk + tl.arange(0, CHUNK)  # [CHUNK]
             weights = tl.load(weights_ptr + offs_cluster, mask=offs_cluster < clusters, other=1.0)  # [CHUNK]

@@ -1,4 +1,4 @@
-"""Which summaries are terms of a query's softmax: a table of bits, how it is made and how it is read.
+"""A table of bits: which summaries are terms of a query's softmax.
 
 The queries of a query cluster open much the same key clusters. So the clusters that any of them opens are listed, and
 the blocks of all listed clusters are scored for each query: a small dense matrix product.
@@ -27,18 +27,18 @@ from muse_attention.core.structures import Selection
 
 @dataclass(frozen=True)
 class OpenedClusters:
-    """The key clusters that any query of a query cluster opens: only their blocks' summaries are terms of anything."""
+    """The key clusters that any query of a query cluster opens: only the summaries of their blocks can be terms."""
 
     listed: Tensor
     """(H, Q, K) int32: their numbers, ascending"""
     number: Tensor
-    """(H, Q) int32: how many they are"""
+    """(H, Q) int32: their number"""
     place: Tensor
-    """(H, Q, K) int16: where a cluster stands among the listed ones, or -1"""
+    """(H, Q, K) int16: the index of a cluster in the list, or -1"""
 
     @property
     def arguments(self) -> dict[str, Tensor]:
-        """The list as kernels take it."""
+        """Arguments of kernels: the list."""
         return {"listed_ptr": self.listed, "listed_number_ptr": self.number}
 
 
@@ -46,19 +46,19 @@ def list_opened(segments: Segments, opened: Tensor) -> OpenedClusters:
     """`opened` is (H, N, clusters), in the order of the inputs."""
     heads, length, clusters = opened.shape
     shape = (heads, segments.query_clusters, segments.key_clusters)
-    found = OpenedClusters(
+    listed = OpenedClusters(
         opened.new_empty(shape), opened.new_empty(shape[:2]), opened.new_empty(shape, dtype=torch.int16)
     )
     if clusters == 0:
-        fill(found.number, 0)
-        fill(found.place, -1)
-        return found
-    _list_opened[found.number.shape[::-1]](
-        order_ptr=segments.groups.order, starts_ptr=segments.groups.starts, opened_ptr=opened, **found.arguments,
-        listed_place_ptr=found.place, length=length, blocks=segments.blocks, key_clusters=segments.key_clusters,
+        fill(listed.number, 0)
+        fill(listed.place, -1)
+        return listed
+    _list_opened[listed.number.shape[::-1]](
+        order_ptr=segments.groups.order, starts_ptr=segments.groups.starts, opened_ptr=opened, **listed.arguments,
+        listed_place_ptr=listed.place, length=length, blocks=segments.blocks, key_clusters=segments.key_clusters,
         OPENED=clusters, OP=power_of_two(clusters), ROWS=64, CP=padded(segments.key_clusters),
     )  # fmt: skip
-    return found
+    return listed
 
 
 @kernel(stage="selection", do_not_specialize=["length", "blocks", "key_clusters"])
@@ -72,9 +72,9 @@ def _list_opened(
     `listed_ptr`: (H, Q, K) int32; `listed_number_ptr`: (H, Q) int32; `listed_place_ptr`: (H, Q, K) int16.
     """
     query_clusters, head = tl.num_programs(0), tl.program_id(1).to(tl.int64)
-    line = head * query_clusters + tl.program_id(0)
+    cluster_index = head * query_clusters + tl.program_id(0)
     offs_cluster, offs_opened = tl.arange(0, CP), tl.arange(0, OP)  # [CP], [OP]
-    listed_place_ptr += line * key_clusters
+    listed_place_ptr += cluster_index * key_clusters
     tl.store(listed_place_ptr + offs_cluster, tl.full([CP], -1, tl.int16), mask=offs_cluster < key_clusters)
     tl.debug_barrier()
     starts_ptr += head * (query_clusters * blocks + 1) + tl.program_id(0) * blocks
@@ -84,19 +84,19 @@ def _list_opened(
         # [ROWS]
         offs_row = head * length + tl.load(order_ptr + head * length + offs_place, mask=offs_place < end, other=0)
         # [ROWS, OP]
-        own = tl.load(
+        cluster = tl.load(
             opened_ptr + offs_row[:, None] * OPENED + offs_opened[None, :],
             mask=(offs_place < end)[:, None] & (offs_opened < OPENED)[None, :], other=-1,
         )  # fmt: skip
         # Benign race: every write stores the same value.
-        tl.store(listed_place_ptr + own, tl.zeros([ROWS, OP], tl.int16), mask=own >= 0)
+        tl.store(listed_place_ptr + cluster, tl.zeros([ROWS, OP], tl.int16), mask=cluster >= 0)
     tl.debug_barrier()
     is_listed = tl.load(listed_place_ptr + offs_cluster, mask=offs_cluster < key_clusters, other=-1) >= 0  # [CP]
-    to = tl.cumsum(is_listed.to(tl.int32), 0) - 1  # [CP]
+    rank = tl.cumsum(is_listed.to(tl.int32), 0) - 1  # [CP]
     tl.debug_barrier()
-    tl.store(listed_place_ptr + offs_cluster, to.to(tl.int16), mask=is_listed)
-    tl.store(listed_ptr + line * key_clusters + to, offs_cluster, mask=is_listed)
-    tl.store(listed_number_ptr + line, tl.sum(is_listed.to(tl.int32), 0))
+    tl.store(listed_place_ptr + offs_cluster, rank.to(tl.int16), mask=is_listed)
+    tl.store(listed_ptr + cluster_index * key_clusters + rank, offs_cluster, mask=is_listed)
+    tl.store(listed_number_ptr + cluster_index, tl.sum(is_listed.to(tl.int32), 0))
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class Terms:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """As kernels take them."""
+        """Arguments of kernels."""
         return {
             "cluster_terms_ptr": self.clusters,
             "block_terms_ptr": self.blocks,
@@ -125,7 +125,7 @@ class Terms:
 
 
 def find_terms(segments: Segments, selection: Selection) -> Terms:
-    """The terms that a selection leaves."""
+    """The terms: all that a selection does not retrieve."""
     listed = list_opened(segments, selection.opened)
     heads, length, clusters, blocks = selection.retrieved.shape
     words = cdiv(segments.key_clusters, 32)
@@ -136,16 +136,17 @@ def find_terms(segments: Segments, selection: Selection) -> Terms:
     )
     _mark_terms[segments.tiles.grid](
         **segments.rows, opened_ptr=selection.opened, retrieved_ptr=selection.retrieved, listed_place_ptr=listed.place,
-        of_clusters_ptr=terms.clusters, of_blocks_ptr=terms.blocks, OPENED=clusters, OP=max(1, power_of_two(clusters)),
-        RETRIEVED=blocks, WORDS=words, IS_CAUSAL=segments.is_causal, ROWS=ROWS_OF_TILE,
+        cluster_terms_ptr=terms.clusters, block_terms_ptr=terms.blocks, OPENED=clusters,
+        OP=max(1, power_of_two(clusters)), RETRIEVED=blocks, WORDS=words, IS_CAUSAL=segments.is_causal,
+        ROWS=ROWS_OF_TILE,
     )  # fmt: skip
     return terms
 
 
 @triton.jit
 def words_of_clusters(bits_ptr, offs_place, mask_row, first, length, words, COLUMNS: tl.constexpr):
-    """[ROWS], twice: the words behind `COLUMNS` (up to 64) key clusters from `first` on, which begin a word or lie in
-    one.
+    """[ROWS], twice: the words with the bits of `COLUMNS` (up to 64) key clusters from `first` on. These lie in one
+    word or begin one.
 
     `bits_ptr` points to the first word of the first row.
     """
@@ -160,8 +161,8 @@ def words_of_clusters(bits_ptr, offs_place, mask_row, first, length, words, COLU
 
 @triton.jit
 def words_of_blocks(bits_ptr, offs_place, last_row, own_begin, own_end, next_end, block, blocks, first, length, words):
-    """[ROWS], twice: the words behind the listed clusters from `first` on, of two neighbouring blocks, for queries of
-    other blocks.
+    """[ROWS], twice: the words with the bits of the listed clusters from `first` on, in two neighbouring blocks, for
+    queries of other blocks.
 
     `block` lies from `own_begin` to `own_end`, the one after it ends at `next_end`; `bits_ptr` points to the first word
     of the first row in `block`.
@@ -190,7 +191,7 @@ def is_term(bits_ptr, block, offs_listed, mask_summary, offs_place, mask_row, le
 
 @triton.jit
 def any_set(numbers):
-    """Whether any is not zero."""
+    """Whether any number is not zero."""
     return tl.max(tl.ravel((numbers != 0).to(tl.int32)), 0) > 0
 
 
@@ -206,27 +207,27 @@ def bit_of_row(low, high, first, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def bit_of_column(low, high, first, COLUMNS: tl.constexpr, OF_LOW: tl.constexpr):
-    """[COLUMNS, ROWS]: the same, transposed, with the first `OF_LOW` columns for `low`."""
+def bit_of_column(low, high, first, COLUMNS: tl.constexpr, LOW_COLUMNS: tl.constexpr):
+    """[COLUMNS, ROWS]: the same, transposed, with the first `LOW_COLUMNS` columns for `low`."""
     offs_column = tl.arange(0, COLUMNS)
-    if COLUMNS > OF_LOW:
-        word = tl.where((offs_column < OF_LOW)[:, None], low[None, :], high[None, :])  # [COLUMNS, ROWS]
+    if COLUMNS > LOW_COLUMNS:
+        word = tl.where((offs_column < LOW_COLUMNS)[:, None], low[None, :], high[None, :])  # [COLUMNS, ROWS]
     else:
         word = low[None, :]  # [1, ROWS]
-    return ((word >> ((first + offs_column % OF_LOW) & 31)[:, None]) & 1) != 0
+    return ((word >> ((first + offs_column % LOW_COLUMNS) & 31)[:, None]) & 1) != 0
 
 
 @kernel(stage="selection", do_not_specialize=["length", "blocks", "query_clusters", "key_clusters"])
 def _mark_terms(
     tile_group_ptr, tile_begin_ptr, tile_end_ptr, order_ptr, opened_ptr, retrieved_ptr, listed_place_ptr,
-    of_clusters_ptr, of_blocks_ptr, length, blocks, query_clusters, key_clusters, OPENED: tl.constexpr,
+    cluster_terms_ptr, block_terms_ptr, length, blocks, query_clusters, key_clusters, OPENED: tl.constexpr,
     OP: tl.constexpr, RETRIEVED: tl.constexpr, WORDS: tl.constexpr, IS_CAUSAL: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """The bits of the queries of a segment's tile, from what each opened and retrieved.
 
     Grid: that of the segments' tiles. `order_ptr`: (H, N) int32; `opened_ptr`: (H, N, OPENED) int32; `retrieved_ptr`:
-    (H, N, OPENED, RETRIEVED) int32; `listed_place_ptr`: (H, Q, K) int16; `of_clusters_ptr`: (H, WORDS, N) int32;
-    `of_blocks_ptr`: (H, nb, WORDS, N) int32.
+    (H, N, OPENED, RETRIEVED) int32; `listed_place_ptr`: (H, Q, K) int16; `cluster_terms_ptr`: (H, WORDS, N) int32;
+    `block_terms_ptr`: (H, nb, WORDS, N) int32.
     """
     head, tile, segment = load_tile(tile_group_ptr)
     if segment < 0:
@@ -248,16 +249,16 @@ def _mark_terms(
     bit = tl.where(cluster < 0, 0, 1 << (cluster & 31))  # [ROWS, OP]
     for word in tl.static_range(WORDS):
         is_open = tl.sum(tl.where((cluster >> 5) == word, bit, 0), 1)  # [ROWS]
-        tl.store(of_clusters_ptr + (head * WORDS + word) * length + begin + offs_place, ~is_open, mask=mask_row)
+        tl.store(cluster_terms_ptr + (head * WORDS + word) * length + begin + offs_place, ~is_open, mask=mask_row)
     bit = tl.where(listed < 0, 0, 1 << (listed & 31))
     retrieved_ptr += head * length * OPENED * RETRIEVED
     first = tl.load(retrieved_ptr + offs_slot * RETRIEVED, mask=mask, other=-1)  # [ROWS, OP]
     for block in range(seen_blocks):
         kept = tl.where(first == block, 0, bit)  # [ROWS, OP]
         for other in range(1, RETRIEVED):
-            one_more = tl.load(retrieved_ptr + offs_slot * RETRIEVED + other, mask=mask, other=-1)  # [ROWS, OP]
-            kept = tl.where(one_more == block, 0, kept)
+            retrieved_block = tl.load(retrieved_ptr + offs_slot * RETRIEVED + other, mask=mask, other=-1)  # [ROWS, OP]
+            kept = tl.where(retrieved_block == block, 0, kept)
         for word in tl.static_range(WORDS):
             terms = tl.sum(tl.where((listed >> 5) == word, kept, 0), 1)  # [ROWS]
-            at = ((head * blocks + block) * WORDS + word) * length + begin
-            tl.store(of_blocks_ptr + at + offs_place, terms, mask=mask_row)
+            base = ((head * blocks + block) * WORDS + word) * length + begin
+            tl.store(block_terms_ptr + base + offs_place, terms, mask=mask_row)

@@ -1,4 +1,4 @@
-"""Stage 4, second half: attention to the summaries of all that a selection leaves."""
+"""Stage 4, second half: attention to the summaries of all that a selection does not retrieve."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ ATTEND_BACKWARD_TO_BLOCKS = {
 }
 
 
-def attend(segments: Segments, of_buckets: Summaries, seen: Summaries, terms: Terms) -> Partial:
+def attend(segments: Segments, bucket_summaries: Summaries, seen: Summaries, terms: Terms) -> Partial:
     """Attention to the summary terms: (H, N, Dv) and (H, N), in the order of the inputs."""
     heads, length, _ = segments.residuals.shape
     value_dim = seen.value_mean.shape[-1]
@@ -61,7 +61,7 @@ def attend(segments: Segments, of_buckets: Summaries, seen: Summaries, terms: Te
         segments.residuals.new_empty(heads, length, dtype=wide),
     )
     _attend_to_summaries[segments.tiles.grid](
-        **segments.queries, shifts_ptr=segments.shift, **pointers(of_buckets), **pointers(seen, "seen_"),
+        **segments.queries, shifts_ptr=segments.shift, **pointers(bucket_summaries), **pointers(seen, "seen_"),
         **segments.rows, **terms.arguments, out_ptr=partial.out, lse_ptr=partial.lse, DV=value_dim, ROWS=ROWS_OF_TILE,
         **segments.fit(ATTEND, value_dim),
     )  # fmt: skip
@@ -73,7 +73,7 @@ def attend_backward(
     lse: Tensor,
     delta: Tensor,
     segments: Segments,
-    of_buckets: Summaries,
+    bucket_summaries: Summaries,
     seen: Summaries,
     terms: Terms,
     *,
@@ -92,15 +92,15 @@ def attend_backward(
         segments.residuals.new_empty(heads, length, head_dim, dtype=gradient_dtype(segments.residuals.dtype)),
         torch.empty_like(lse),
     )
-    of_softmax = {"grad_out_ptr": grad_out, "lse_ptr": lse, "delta_ptr": delta}
-    shared = {**of_softmax, **segments.queries, "DV": value_dim}
+    softmax_arguments = {"grad_out_ptr": grad_out, "lse_ptr": lse, "delta_ptr": delta}
+    shared = {**softmax_arguments, **segments.queries, "DV": value_dim}
     _summaries_backward_to_queries[segments.tiles.grid](
-        **shared, **pointers(of_buckets), **pointers(seen, "seen_"), **segments.rows, **terms.arguments,
-        grad_queries_ptr=to_queries.centred, grad_shift_ptr=to_queries.of_offset, ROWS=ROWS_OF_TILE,
+        **shared, **pointers(bucket_summaries), **pointers(seen, "seen_"), **segments.rows, **terms.arguments,
+        grad_queries_ptr=to_queries.centred, grad_shift_ptr=to_queries.offset_factor, ROWS=ROWS_OF_TILE,
         **segments.fit(ATTEND_BACKWARD_TO_QUERIES, value_dim),
     )  # fmt: skip
     for is_seen, summaries, gradient, launches, bits in (
-        (False, of_buckets, fill_in[0], ATTEND_BACKWARD_TO_BLOCKS, terms.blocks),
+        (False, bucket_summaries, fill_in[0], ATTEND_BACKWARD_TO_BLOCKS, terms.blocks),
         (True, seen, fill_in[1], ATTEND_BACKWARD_TO_SEEN, terms.clusters),
     ):
         launch = segments.fit(launches, value_dim)
@@ -143,35 +143,37 @@ def _attend_to_summaries(
     begin, offs_place, mask_row = load_places_from_begin(tile_begin_ptr, tile_end_ptr, tile, ROWS)
     first_place = head * length + begin
     own_block, seen_blocks = blocks_of_segment(segment, blocks, IS_CAUSAL)
-    line = head * query_clusters + segment // blocks
-    of_cluster = line * blocks * key_clusters
+    cluster_index = head * query_clusters + segment // blocks
+    cluster_base = cluster_index * blocks * key_clusters
     largest = tl.full([ROWS], float("-inf"), ACC)
     total = tl.zeros([ROWS], ACC)
     weighted = tl.zeros([ROWS, padded(DV)], ACC)  # [ROWS, DV]
     if seen_blocks > 0:
         residual = load_rows(residuals_ptr, first_place, offs_place, mask_row, D)  # [ROWS, D]
-        # 1. What is seen of every cluster.
+        # 1. The accumulated summary of every cluster.
         for first in range(0, key_clusters, CLUSTERS):
             offs_cluster = first + tl.arange(0, CLUSTERS)  # [CLUSTERS]
             mask_cluster = offs_cluster < key_clusters  # [CLUSTERS]
             bits_ptr = cluster_terms_ptr + head * words * length + begin
             # [ROWS], [ROWS]
             low, high = words_of_clusters(bits_ptr, offs_place, mask_row, first, length, words, CLUSTERS)
-            of_block = of_cluster + own_block * key_clusters
+            block_base = cluster_base + own_block * key_clusters
             # [CLUSTERS, D], [ROWS, CLUSTERS]
-            _, logits = score(residual, seen_mass_ptr, seen_key_mean_ptr, of_block, offs_cluster, mask_cluster, D, ACC)
+            _, logits = score(
+                residual, seen_mass_ptr, seen_key_mean_ptr, block_base, offs_cluster, mask_cluster, D, ACC
+            )
             logits = tl.where(bit_of_row(low, high, first, CLUSTERS), logits, float("-inf"))
-            values = load_rows(seen_value_mean_ptr, of_block, offs_cluster, mask_cluster, DV)  # [CLUSTERS, DV]
+            values = load_rows(seen_value_mean_ptr, block_base, offs_cluster, mask_cluster, DV)  # [CLUSTERS, DV]
             largest, total, weighted = include(logits, values, largest, total, weighted, ACC)
 
         # 2. The blocks of the listed clusters.
-        listed_here = tl.load(listed_number_ptr + line)
-        listed_ptr += line * key_clusters
+        listed_number = tl.load(listed_number_ptr + cluster_index)
+        listed_ptr += cluster_index * key_clusters
         offs_column = tl.arange(0, COLUMNS)
-        summaries = listed_here * seen_blocks
+        summaries = listed_number * seen_blocks
         for first in range(0, summaries, COLUMNS):
             # [COLUMNS], [COLUMNS]
-            block, offs_listed = (first + offs_column) // listed_here, (first + offs_column) % listed_here
+            block, offs_listed = (first + offs_column) // listed_number, (first + offs_column) % listed_number
             mask_summary = first + offs_column < summaries  # [COLUMNS]
             if not IS_CAUSAL:
                 mask_summary &= block != own_block
@@ -184,17 +186,17 @@ def _attend_to_summaries(
                 # [COLUMNS]
                 offs_summary = block * key_clusters + tl.load(listed_ptr + offs_listed, mask=mask_summary, other=0)
                 # [COLUMNS, D], [ROWS, COLUMNS]
-                _, logits = score(residual, mass_ptr, key_mean_ptr, of_cluster, offs_summary, mask_summary, D, ACC)
+                _, logits = score(residual, mass_ptr, key_mean_ptr, cluster_base, offs_summary, mask_summary, D, ACC)
                 logits = tl.where(has_term, logits, float("-inf"))
-                values = load_rows(value_mean_ptr, of_cluster, offs_summary, mask_summary, DV)  # [COLUMNS, DV]
+                values = load_rows(value_mean_ptr, cluster_base, offs_summary, mask_summary, DV)  # [COLUMNS, DV]
                 largest, total, weighted = include(logits, values, largest, total, weighted, ACC)
 
     # 3. Into the order of the inputs.
     offs_row = tl.load(order_ptr + first_place + offs_place, mask=mask_row, other=0)  # [ROWS]
-    nothing = total == 0  # [ROWS]
-    weighted /= tl.where(nothing, 1.0, total)[:, None]
+    is_empty = total == 0  # [ROWS]
+    weighted /= tl.where(is_empty, 1.0, total)[:, None]
     shift = tl.load(shifts_ptr + first_place + offs_place, mask=mask_row, other=0.0)  # [ROWS]
-    log_total = tl.where(nothing, float("-inf"), largest + tl.log(total) + shift)  # [ROWS]
+    log_total = tl.where(is_empty, float("-inf"), largest + tl.log(total) + shift)  # [ROWS]
     store_rows(out_ptr, head * length, offs_row, mask_row, weighted, DV)
     tl.store(lse_ptr + head * length + offs_row, log_total, mask=mask_row)
 
@@ -232,8 +234,8 @@ def _summaries_backward_to_queries(
     begin, offs_place, mask_row = load_places_from_begin(tile_begin_ptr, tile_end_ptr, tile, ROWS)
     first_place = head * length + begin
     own_block, seen_blocks = blocks_of_segment(segment, blocks, IS_CAUSAL)
-    line = head * query_clusters + segment // blocks
-    of_cluster = line * blocks * key_clusters
+    cluster_index = head * query_clusters + segment // blocks
+    cluster_base = cluster_index * blocks * key_clusters
     gradient = tl.zeros([ROWS, padded(D)], ACC)  # [ROWS, D]
     d_shift = tl.zeros([ROWS], ACC)
     if seen_blocks > 0:
@@ -241,32 +243,32 @@ def _summaries_backward_to_queries(
         grad_out = load_rows(grad_out_ptr, first_place, offs_place, mask_row, DV)  # [ROWS, DV]
         lse = tl.load(lse_ptr + first_place + offs_place, mask=mask_row, other=float("inf"))  # [ROWS]
         delta = tl.load(delta_ptr + first_place + offs_place, mask=mask_row, other=0.0)  # [ROWS]
-        # 1. What is seen of every cluster.
+        # 1. The accumulated summary of every cluster.
         for first in range(0, key_clusters, CLUSTERS):
             offs_cluster = first + tl.arange(0, CLUSTERS)  # [CLUSTERS]
             mask_cluster = offs_cluster < key_clusters  # [CLUSTERS]
             bits_ptr = cluster_terms_ptr + head * words * length + begin
             # [ROWS], [ROWS]
             low, high = words_of_clusters(bits_ptr, offs_place, mask_row, first, length, words, CLUSTERS)
-            of_block = of_cluster + own_block * key_clusters
+            block_base = cluster_base + own_block * key_clusters
             # [CLUSTERS, D], [ROWS, CLUSTERS]
             means, logits = score(
-                residual, seen_mass_ptr, seen_key_mean_ptr, of_block, offs_cluster, mask_cluster, D, ACC
+                residual, seen_mass_ptr, seen_key_mean_ptr, block_base, offs_cluster, mask_cluster, D, ACC
             )
             logits = tl.where(bit_of_row(low, high, first, CLUSTERS), logits, float("-inf"))
-            values = load_rows(seen_value_mean_ptr, of_block, offs_cluster, mask_cluster, DV)  # [CLUSTERS, DV]
+            values = load_rows(seen_value_mean_ptr, block_base, offs_cluster, mask_cluster, DV)  # [CLUSTERS, DV]
             d_logits = _gradient_of_logits(logits, grad_out, values, lse, delta, ACC)  # [ROWS, CLUSTERS]
             d_shift += tl.sum(d_logits, 1)
             gradient = add_dot(d_logits.to(means.dtype), means, gradient)
 
         # 2. The blocks of the listed clusters.
-        listed_here = tl.load(listed_number_ptr + line)
-        listed_ptr += line * key_clusters
+        listed_number = tl.load(listed_number_ptr + cluster_index)
+        listed_ptr += cluster_index * key_clusters
         offs_column = tl.arange(0, COLUMNS)
-        summaries = listed_here * seen_blocks
+        summaries = listed_number * seen_blocks
         for first in range(0, summaries, COLUMNS):
             # [COLUMNS], [COLUMNS]
-            block, offs_listed = (first + offs_column) // listed_here, (first + offs_column) % listed_here
+            block, offs_listed = (first + offs_column) // listed_number, (first + offs_column) % listed_number
             mask_summary = first + offs_column < summaries  # [COLUMNS]
             if not IS_CAUSAL:
                 mask_summary &= block != own_block
@@ -279,9 +281,11 @@ def _summaries_backward_to_queries(
                 # [COLUMNS]
                 offs_summary = block * key_clusters + tl.load(listed_ptr + offs_listed, mask=mask_summary, other=0)
                 # [COLUMNS, D], [ROWS, COLUMNS]
-                means, logits = score(residual, mass_ptr, key_mean_ptr, of_cluster, offs_summary, mask_summary, D, ACC)
+                means, logits = score(
+                    residual, mass_ptr, key_mean_ptr, cluster_base, offs_summary, mask_summary, D, ACC
+                )
                 logits = tl.where(has_term, logits, float("-inf"))
-                values = load_rows(value_mean_ptr, of_cluster, offs_summary, mask_summary, DV)  # [COLUMNS, DV]
+                values = load_rows(value_mean_ptr, cluster_base, offs_summary, mask_summary, DV)  # [COLUMNS, DV]
                 d_logits = _gradient_of_logits(logits, grad_out, values, lse, delta, ACC)  # [ROWS, COLUMNS]
                 d_shift += tl.sum(d_logits, 1)
                 gradient = add_dot(d_logits.to(means.dtype), means, gradient)
@@ -299,13 +303,13 @@ def _backward_to_summaries(
     query_clusters, key_clusters, words, IS_SEEN: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     IS_CAUSAL: tl.constexpr, ROWS: tl.constexpr, CLUSTERS: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """Of some summaries, what they receive from all queries of their query cluster that see them.
+    """Gradients of some summaries, from all queries of their query cluster that see them.
 
-    Accumulated summaries of a block are seen by the queries of that block. Summaries of a block itself are seen by the
-    queries of later blocks, or of all other blocks, if any of these opens their cluster: of few clusters, so a program
-    takes those of two neighbouring blocks. The queries of a cluster lie block after block.
+    The queries of a block see its accumulated summaries. A block's own summaries are seen by the queries of later
+    blocks, or of all other blocks, that open their cluster: few clusters, so a program takes two neighbouring blocks.
+    The queries of a cluster are stored block by block.
 
-    Grid: (Q nb, K / CLUSTERS, H), or half as many blocks and twice as many of clusters. `grad_out_ptr`: (H, N, DV),
+    Grid: (Q nb, K / CLUSTERS, H), or (Q nb / 2, 2 K / CLUSTERS, H) if not `IS_SEEN`. `grad_out_ptr`: (H, N, DV),
     `lse_ptr`, `delta_ptr`: (H, N) and `residuals_ptr`: (H, N, D), in the order of the segments; `mass_ptr`:
     (H, Q, nb, K); `key_mean_ptr`: (H, Q, nb, K, D); `value_mean_ptr`: (H, Q, nb, K, DV); `starts_ptr`: (H, Q nb + 1)
     int32; `terms_ptr`: (H, words, N) int32, or (H, nb, words, N) of blocks; `listed_ptr`: (H, Q, K) int32;
@@ -313,7 +317,7 @@ def _backward_to_summaries(
     """
     head = tl.program_id(2).to(tl.int64)
     offs_column = tl.arange(0, CLUSTERS)
-    of_low: tl.constexpr = 32 if IS_SEEN else CLUSTERS // 2
+    low_columns: tl.constexpr = 32 if IS_SEEN else CLUSTERS // 2
 
     # 1. Which summaries.
     if IS_SEEN:
@@ -322,25 +326,25 @@ def _backward_to_summaries(
         if IS_CAUSAL and block == 0:
             return
         first = tl.program_id(1) * CLUSTERS
-        line = head * query_clusters + query_cluster
+        cluster_index = head * query_clusters + query_cluster
         offs_cluster = first + offs_column  # [CLUSTERS]
         mask_cluster = offs_cluster < key_clusters  # [CLUSTERS]
     else:
         pairs_of_blocks = (blocks + 1) // 2
         query_cluster, block = tl.program_id(0) // pairs_of_blocks, tl.program_id(0) % pairs_of_blocks * 2
-        first = tl.program_id(1) * of_low
-        line = head * query_clusters + query_cluster
-        number = tl.load(listed_number_ptr + line)
+        first = tl.program_id(1) * low_columns
+        cluster_index = head * query_clusters + query_cluster
+        number = tl.load(listed_number_ptr + cluster_index)
         if first >= number:
             return
-        offs_listed = first + offs_column % of_low  # [CLUSTERS]
-        mask_cluster = (offs_listed < number) & (block + offs_column // of_low < blocks)
-        offs_cluster = tl.load(listed_ptr + line * key_clusters + offs_listed, mask=mask_cluster, other=0)
-        offs_cluster += offs_column // of_low * key_clusters
-    of_block = (line * blocks + block) * key_clusters
-    means = load_rows(key_mean_ptr, of_block, offs_cluster, mask_cluster, D)  # [CLUSTERS, D]
-    values = load_rows(value_mean_ptr, of_block, offs_cluster, mask_cluster, DV)  # [CLUSTERS, DV]
-    masses = tl.load(mass_ptr + of_block + offs_cluster, mask=mask_cluster, other=float("-inf"))  # [CLUSTERS]
+        offs_listed = first + offs_column % low_columns  # [CLUSTERS]
+        mask_cluster = (offs_listed < number) & (block + offs_column // low_columns < blocks)
+        offs_cluster = tl.load(listed_ptr + cluster_index * key_clusters + offs_listed, mask=mask_cluster, other=0)
+        offs_cluster += offs_column // low_columns * key_clusters
+    block_base = (cluster_index * blocks + block) * key_clusters
+    means = load_rows(key_mean_ptr, block_base, offs_cluster, mask_cluster, D)  # [CLUSTERS, D]
+    values = load_rows(value_mean_ptr, block_base, offs_cluster, mask_cluster, DV)  # [CLUSTERS, DV]
+    masses = tl.load(mass_ptr + block_base + offs_cluster, mask=mask_cluster, other=float("-inf"))  # [CLUSTERS]
     d_mass = tl.zeros([CLUSTERS], ACC)
     d_means = tl.zeros([CLUSTERS, padded(D)], ACC)  # [CLUSTERS, D]
     d_values = tl.zeros([CLUSTERS, padded(DV)], ACC)  # [CLUSTERS, DV]
@@ -357,18 +361,18 @@ def _backward_to_summaries(
         first_row, last_row = own_end if IS_CAUSAL else tl.load(starts_ptr), tl.load(starts_ptr + blocks)
         terms_ptr += (head * blocks + block) * words * length
 
-    # 3. Sums over these rows. Few queries open a cluster at all: rows that do not are passed over, many at a time.
+    # 3. Sums over these rows. Few queries open a cluster, so rows that do not are skipped many at a time.
     part: tl.constexpr = 8 * ROWS
     for first_of_part in range(first_row, last_row, tl.maximum(last_row - first_row, 1) if IS_SEEN else part):
         end_of_part = last_row
         if not IS_SEEN:
             # [part], [part]
-            of_part_low, of_part_high = words_of_blocks(
+            part_low, part_high = words_of_blocks(
                 terms_ptr, first_of_part + tl.arange(0, part), last_row, own_begin, own_end, next_end, block, blocks,
                 first, length, words,
             )  # fmt: skip
             end_of_part = tl.minimum(first_of_part + part, last_row)
-            end_of_part = tl.where(any_set(of_part_low | of_part_high), end_of_part, first_of_part)
+            end_of_part = tl.where(any_set(part_low | part_high), end_of_part, first_of_part)
         for begin in range(first_of_part, end_of_part, ROWS):
             offs_place = begin + tl.arange(0, ROWS)  # [ROWS]
             mask_row = offs_place < last_row  # [ROWS]
@@ -387,16 +391,16 @@ def _backward_to_summaries(
                 # Summaries are the rows here, so that weights and gradients enter the products below as they are.
                 # [CLUSTERS, ROWS]
                 logits = dot(means, tl.trans(residual), ACC) + masses[:, None]
-                logits = tl.where(bit_of_column(low, high, first, CLUSTERS, of_low), logits, float("-inf"))
+                logits = tl.where(bit_of_column(low, high, first, CLUSTERS, low_columns), logits, float("-inf"))
                 weights = exp_of_less(logits, lse[None, :])  # [CLUSTERS, ROWS]
                 d_values = add_dot(weights.to(grad_out.dtype), grad_out, d_values)
                 # [CLUSTERS, ROWS]
                 response = dot(values, tl.trans(grad_out), ACC)
                 d_logits = weights * (response - delta[None, :])  # [CLUSTERS, ROWS]
-                # At fixed sums: the gradient of the values has `sum(weights * response)` along the values.
+                # At fixed sums: the gradient of the values contains `sum(weights * response)` along the values.
                 d_mass -= tl.sum(weights * delta[None, :], 1)
                 d_means = add_dot(d_logits.to(residual.dtype), residual, d_means)
     d_mass -= tl.sum(d_means * means.to(ACC), 1)
-    tl.store(grad_mass_ptr + of_block + offs_cluster, d_mass, mask=mask_cluster)
-    store_rows(grad_key_mean_ptr, of_block, offs_cluster, mask_cluster, d_means, D)
-    store_rows(grad_value_mean_ptr, of_block, offs_cluster, mask_cluster, d_values, DV)
+    tl.store(grad_mass_ptr + block_base + offs_cluster, d_mass, mask=mask_cluster)
+    store_rows(grad_key_mean_ptr, block_base, offs_cluster, mask_cluster, d_means, D)
+    store_rows(grad_value_mean_ptr, block_base, offs_cluster, mask_cluster, d_values, DV)

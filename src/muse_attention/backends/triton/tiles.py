@@ -24,7 +24,7 @@ class Tiles:
     end: Tensor
     """(S, T) int32: the row after the last one"""
     before: Tensor
-    """(S, M + 1) int32: how many tiles come before those of each range, and how many there are"""
+    """(S, M + 1) int32: the number of tiles before each range; last, the number of all tiles"""
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -32,41 +32,41 @@ class Tiles:
 
     @property
     def arguments(self) -> dict[str, Tensor]:
-        """As kernels take them."""
+        """Arguments of kernels."""
         return {"tile_group_ptr": self.group, "tile_begin_ptr": self.begin, "tile_end_ptr": self.end}
 
 
-def tiles(begin: Tensor, end: Tensor, most_rows: int | Tensor, most_tiles: int) -> Tiles:
-    """Cut (S, M) ranges into tiles of at most `most_rows` rows, all ranges in order.
+def cut_ranges(begin: Tensor, end: Tensor, max_rows: int | Tensor, max_tiles: int) -> Tiles:
+    """Cut (S, M) ranges into tiles of at most `max_rows` rows, all ranges in order.
 
-    `most_tiles` bounds their number; `most_rows` may be an (S,) int32 tensor.
+    `max_tiles` bounds their number; `max_rows` may be an (S,) int32 tensor.
     """
     sequences, ranges = begin.shape
     before = begin.new_empty(sequences, ranges + 1)
-    group, first, last = (begin.new_empty(sequences, most_tiles) for _ in range(3))
-    found = Tiles(group, first, last, before)
+    group, first, last = (begin.new_empty(sequences, max_tiles) for _ in range(3))
+    tiles = Tiles(group, first, last, before)
     ranges_to_cut = {
         "begin_ptr": begin,
         "end_ptr": end,
-        "sizes_ptr": begin if isinstance(most_rows, int) else most_rows,
+        "sizes_ptr": begin if isinstance(max_rows, int) else max_rows,
         "before_ptr": before,
         "begin_stride": begin.stride(0),
         "end_stride": end.stride(0),
         "ranges": ranges,
-        "size": most_rows if isinstance(most_rows, int) else 0,
+        "size": max_rows if isinstance(max_rows, int) else 0,
     }
     _count_tiles[(sequences,)](WIDTH=min(1024, power_of_two(ranges)), **ranges_to_cut)
-    width = min(128, power_of_two(most_tiles))
-    _cut[(cdiv(most_tiles, width), sequences)](
-        most_tiles=most_tiles, STEPS=ranges.bit_length(), WIDTH=width, **ranges_to_cut, **found.arguments
+    width = min(128, power_of_two(max_tiles))
+    _cut[(cdiv(max_tiles, width), sequences)](
+        max_tiles=max_tiles, STEPS=ranges.bit_length(), WIDTH=width, **ranges_to_cut, **tiles.arguments
     )
-    return found
+    return tiles
 
 
-def tiles_of_groups(groups: Groups, most_rows: int) -> Tiles:
+def cut_groups(groups: Groups, max_rows: int) -> Tiles:
     length = groups.order.shape[1]
-    most_tiles = min(cdiv(length, most_rows) + groups.number, length)
-    return tiles(*groups.ranges(), most_rows, most_tiles)
+    max_tiles = min(cdiv(length, max_rows) + groups.number, length)
+    return cut_ranges(*groups.ranges(), max_rows, max_tiles)
 
 
 @triton.jit
@@ -103,31 +103,31 @@ def _count_tiles(
     (S, ranges + 1) int32. A tile has `size` rows, or, if that is 0, as many as `sizes_ptr`, (S,) int32, says.
     """
     sequence = tl.program_id(0).to(tl.int64)
-    most_rows = size if size > 0 else tl.load(sizes_ptr + sequence)
+    max_rows = size if size > 0 else tl.load(sizes_ptr + sequence)
     sum_before = 0
     for first in range(0, ranges, WIDTH):
         offs_range = first + tl.arange(0, WIDTH)  # [WIDTH]
         mask_range = offs_range < ranges  # [WIDTH]
         rows = tl.load(end_ptr + sequence * end_stride + offs_range, mask=mask_range, other=0)  # [WIDTH]
         rows -= tl.load(begin_ptr + sequence * begin_stride + offs_range, mask=mask_range, other=0)
-        number = (rows + most_rows - 1) // most_rows  # [WIDTH]
+        number = (rows + max_rows - 1) // max_rows  # [WIDTH]
         ptrs = before_ptr + sequence * (ranges + 1) + offs_range  # [WIDTH]
         tl.store(ptrs, tl.cumsum(number, 0) - number + sum_before, mask=mask_range)
         sum_before += tl.sum(number, 0)
     tl.store(before_ptr + sequence * (ranges + 1) + ranges, sum_before)
 
 
-@kernel(stage="sorting", do_not_specialize=["begin_stride", "end_stride", "most_tiles", "ranges", "size"])
+@kernel(stage="sorting", do_not_specialize=["begin_stride", "end_stride", "max_tiles", "ranges", "size"])
 def _cut(
     begin_ptr, end_ptr, sizes_ptr, before_ptr, tile_group_ptr, tile_begin_ptr, tile_end_ptr, begin_stride, end_stride,
-    most_tiles, ranges, size, STEPS: tl.constexpr, WIDTH: tl.constexpr,
+    max_tiles, ranges, size, STEPS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """The range of tile `t` is the last one with at most `t` tiles before it: a binary search.
 
     Grid: (tiles / WIDTH, S). As `_count_tiles`; `tile_group_ptr`, `tile_begin_ptr`, `tile_end_ptr`: (S, tiles) int32.
     """
     sequence = tl.program_id(1).to(tl.int64)
-    most_rows = size if size > 0 else tl.load(sizes_ptr + sequence)
+    max_rows = size if size > 0 else tl.load(sizes_ptr + sequence)
     offs_tile = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)  # [WIDTH]
     before_ptr += sequence * (ranges + 1)
     offs_range = tl.zeros([WIDTH], tl.int32)
@@ -138,13 +138,13 @@ def _cut(
         is_before = tl.load(before_ptr + middle + 1, mask=is_open, other=0) <= offs_tile  # [WIDTH]
         offs_range = tl.where(is_open & is_before, middle + 1, offs_range)
         high = tl.where(is_open & (is_before == 0), middle, high)
-    mask_found = offs_range < ranges  # [WIDTH]
-    first = tl.load(begin_ptr + sequence * begin_stride + offs_range, mask=mask_found, other=0)  # [WIDTH]
-    first += (offs_tile - tl.load(before_ptr + offs_range, mask=mask_found, other=0)) * most_rows
-    last = first + most_rows  # [WIDTH]
-    last = tl.minimum(last, tl.load(end_ptr + sequence * end_stride + offs_range, mask=mask_found, other=0))
-    offs = sequence * most_tiles + offs_tile  # [WIDTH]
-    mask_tile = offs_tile < most_tiles  # [WIDTH]
-    tl.store(tile_group_ptr + offs, tl.where(mask_found, offs_range, -1), mask=mask_tile)
+    mask_range = offs_range < ranges  # [WIDTH]
+    first = tl.load(begin_ptr + sequence * begin_stride + offs_range, mask=mask_range, other=0)  # [WIDTH]
+    first += (offs_tile - tl.load(before_ptr + offs_range, mask=mask_range, other=0)) * max_rows
+    last = first + max_rows  # [WIDTH]
+    last = tl.minimum(last, tl.load(end_ptr + sequence * end_stride + offs_range, mask=mask_range, other=0))
+    offs = sequence * max_tiles + offs_tile  # [WIDTH]
+    mask_tile = offs_tile < max_tiles  # [WIDTH]
+    tl.store(tile_group_ptr + offs, tl.where(mask_range, offs_range, -1), mask=mask_tile)
     tl.store(tile_begin_ptr + offs, first, mask=mask_tile)
     tl.store(tile_end_ptr + offs, last, mask=mask_tile)

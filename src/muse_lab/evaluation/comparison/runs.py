@@ -96,7 +96,9 @@ def _open_run(
 ) -> StoredRun:
     recipe = run_recipe(folder)
     if run_corpus(folder) != corpus.fingerprint:
-        raise ValueError(f"the run in {folder} is of another corpus than {corpus.folder}; give that one by --corpus")
+        raise ValueError(
+            f"the run in {folder} is of another corpus than {corpus.folder}; give its corpus with --corpus"
+        )
     steps = read_metrics(folder, on_refused)
     curves = _curves_of(steps, folder)
     if not needs_weights:

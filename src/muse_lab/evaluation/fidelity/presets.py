@@ -49,7 +49,7 @@ def find_presets(names: list[str], length: int) -> list[Preset]:
         names = list(PRESETS)
     for name in names:
         if name not in PRESETS:
-            raise ValueError(f"unknown preset {name!r}; use all or some of {', '.join(PRESETS)}")
+            raise ValueError(f"unknown preset {name!r}; use all, or any of {', '.join(PRESETS)}")
     base = _Base(MuSeConfig.paper_sizes(length), length)
     presets = [PRESETS[name](base) for name in dict.fromkeys(names)]
     return [preset for preset in presets if preset.rows]

@@ -34,7 +34,7 @@ def check_same(world: World | None, path: Path, value: Any) -> None:
     """Raise TrainingError unless all ranks have the same value. Collective: every rank must call it."""
     first, *rest = _gather(world, value)
     if any(other != first for other in rest):
-        raise TrainingError(f"not all ranks see the same in {path} yet; resume again in a minute")
+        raise TrainingError(f"ranks see different files in {path}; resume again in a minute")
 
 
 def all_check(world: World | None, action: Callable[[], object]) -> None:

@@ -70,7 +70,7 @@ def read_tokenizer(path: Path) -> Tokenizer:
     try:
         return library.Tokenizer.from_buffer(read_regular(file))
     except Exception as error:  # the library raises Exception itself
-        raise ValueError(f"{file} is no tokenizer of the tokenizers library ({error})") from None
+        raise ValueError(f"{file} is not a tokenizer of the tokenizers library ({error})") from None
 
 
 def for_plain_text(tokenizer: Tokenizer) -> Tokenizer:

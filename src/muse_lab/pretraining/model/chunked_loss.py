@@ -140,7 +140,7 @@ _forward.register_autograd(_differentiate, setup_context=_save_for_backward)
 
 def _refuse_double_backward(ctx: Any, *_: Any) -> Any:
     raise NotImplementedError(
-        "chunked_cross_entropy can be differentiated once only: for second derivatives use torch's cross_entropy"
+        "chunked_cross_entropy can be differentiated only once: for second derivatives use torch's cross_entropy"
     )
 
 

@@ -34,14 +34,14 @@ from muse_attention.core.structures import Clusters, Partial
 def find_clusters(query: Tensor, key: Tensor, config: MuSeConfig, *, is_causal: bool, scale: float) -> Clusters:
     geometry = Geometry.of(query, key, config, is_causal=is_causal)
     if geometry.seen_blocks == 0:
-        return _of_one_block(query, key, config)
+        return _without_clusters(query, key, config)
     starts = find_start_positions(geometry, query.device)
     tensors = (aligned(query), aligned(key), *starts)
     return Clusters(*schedule.run(_find_clusters, tensors, (config, is_causal, scale)))
 
 
-def _of_one_block(query: Tensor, key: Tensor, config: MuSeConfig) -> Clusters:
-    """Of a causal sequence that nobody sees from afar: nothing is looked for, all centroids are 0."""
+def _without_clusters(query: Tensor, key: Tensor, config: MuSeConfig) -> Clusters:
+    """Clusters of a causal sequence of one block, which nothing reads: all centroids are 0."""
     shapes = ClusterShapes.of(config, query.shape[2], query.shape[3], is_causal=True)
     assert shapes.key_spread is not None
     wide, integers = compute_dtype(query.dtype), torch.int32
@@ -58,17 +58,17 @@ def _find_clusters(*tensors_and_settings: Any) -> tuple[Tensor, ...]:
     query, key, query_starts, key_starts, config, is_causal, scale = tensors_and_settings
     geometry = Geometry.of(query, key, config, is_causal=is_causal)
     queries, keys = query.flatten(0, 1), key.flatten(0, 1)
-    *of_queries, centroids, assignment = cluster(queries, keys, query_starts, key_starts, geometry, scale=scale)
-    of_keys = (centroids, assignment, find_key_spread(keys, centroids, assignment, geometry))
+    *query_tables, centroids, assignment = cluster(queries, keys, query_starts, key_starts, geometry, scale=scale)
+    key_tables = (centroids, assignment, find_key_spread(keys, centroids, assignment, geometry))
     return (
-        *(table.unflatten(0, query.shape[:2]) for table in of_queries),
-        *(table.unflatten(0, key.shape[:2]) for table in of_keys),
+        *(table.unflatten(0, query.shape[:2]) for table in query_tables),
+        *(table.unflatten(0, key.shape[:2]) for table in key_tables),
     )
 
 
 def attend(*tensors_and_settings: Any) -> tuple[Tensor, ...]:
-    """Add the far field to the own block's `out` and `lse`; the memory that `_read` reads, and the first rows of a
-    selection if none was chosen."""
+    """Add the far field to the own block's `out` and `lse`. Returns the memory that `_read` reads, and the first rows
+    of the selection if none was given."""
     query, key, value, centroids, assigned, key_assigned, spread, out, lse, chosen, *settings = tensors_and_settings
     config, is_causal, scale, first_block = settings
     geometry = Geometry.of(query, key, config, is_causal=is_causal)
@@ -95,7 +95,7 @@ def attend(*tensors_and_settings: Any) -> tuple[Tensor, ...]:
 
 
 def attend_backward(*tensors_and_settings: Any) -> tuple[Tensor, ...]:
-    """Add the gradients of the far field to those of the own block; nothing new."""
+    """Add the gradients of the far field to those of the own block in place; returns nothing new."""
     *tensors, memory, config, is_causal, scale = tensors_and_settings
     geometry = Geometry.of(tensors[0], tensors[1], config, is_causal=is_causal)
     order, slopes = _read(memory, geometry, *tensors[1:3])
@@ -107,11 +107,11 @@ def attend_backward(*tensors_and_settings: Any) -> tuple[Tensor, ...]:
     offset = find_key_offset(keys, config.block_size)
     heads = Heads(queries, keys, values, centroids, offset, order, geometry, scale)
     columns = summaries.summarise(heads, centroids)
-    of_softmax = gradient_of_softmax(Partial(out, lse), grad_out, grad_lse)
+    softmax_arguments = gradient_of_softmax(Partial(out, lse), grad_out, grad_lse)
     residuals = take_residuals(heads, spread)
-    of_rows = add_to_queries(grad_queries, of_softmax, heads, residuals, columns, slopes, first_rows)
-    gradients = find_gradients_of_summaries(grad_out, of_rows, heads, residuals, columns, first_rows)
-    add_to_keys(grad_keys, grad_values, gradients, grad_out, of_rows, heads, columns, first_rows)
+    row_softmax = add_to_queries(grad_queries, softmax_arguments, heads, residuals, columns, slopes, first_rows)
+    gradients = find_gradients_of_summaries(grad_out, row_softmax, heads, residuals, columns, first_rows)
+    add_to_keys(grad_keys, grad_values, gradients, grad_out, row_softmax, heads, columns, first_rows)
     return ()
 
 
@@ -126,5 +126,5 @@ def _memory_size(geometry: Geometry, key: Tensor, value: Tensor) -> int:
 
 
 def _read(memory: Tensor, geometry: Geometry, key: Tensor, value: Tensor) -> tuple[Order, Slopes]:
-    of_slopes = memory[Order.size(geometry) :]
-    return Order.of(memory, geometry), Slopes.of(of_slopes, geometry, key.shape[-1], value.shape[-1], key.dtype)
+    slope_memory = memory[Order.size(geometry) :]
+    return Order.of(memory, geometry), Slopes.of(slope_memory, geometry, key.shape[-1], value.shape[-1], key.dtype)

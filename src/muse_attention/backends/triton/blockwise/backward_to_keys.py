@@ -38,16 +38,16 @@ FROM_QUERIES = {
     512: {"num_warps": 8, "num_stages": 1},
 }
 BY_REGISTERS = {256: {"num_warps": 8}}
-"""What is different in both where matrix units read operands from registers."""
+"""What differs in both where matrix units read operands from registers."""
 _PARTS = 8
-"""Programs that share the tiles of a bucket which many retrieve, as a sink is."""
-_FEW_ROWS = 2048
-"""So many queries are left to one of them: each rounds what it adds."""
-_OF_SUMMARIES = (
+"""Programs that share the queries of a bucket that many retrieve, such as an attention sink."""
+_LEAST_ROWS_OF_PART = 2048
+"""Queries that each of them has at least: every program rounds what it adds."""
+_SUMMARY_SIZES = (
     "length", "seen_blocks", "query_clusters", "key_clusters", "generations", "summarised", "key_tiles", "key_room",
     "shared_by",
 )  # fmt: skip
-_OF_QUERIES = (
+_QUERY_SIZES = (
     "length",
     "block_size",
     "blocks",
@@ -65,7 +65,7 @@ def add_to_keys(
     grad_values: Tensor,
     gradients: ColumnGradients,
     grad_out: Tensor,
-    of_rows: RowSoftmax,
+    row_softmax: RowSoftmax,
     heads: Heads,
     columns: Columns,
     first_rows: Tensor,
@@ -86,15 +86,15 @@ def add_to_keys(
     }
     _summaries_backward_to_keys[grid](
         **shared, **gradients.arguments, centroids_ptr=heads.centroids, key_offset_ptr=heads.key_offset,
-        numbers_ptr=columns.numbers, **geometry.sizes(*_OF_SUMMARIES), IS_CAUSAL=geometry.is_causal,
+        numbers_ptr=columns.numbers, **geometry.sizes(*_SUMMARY_SIZES), IS_CAUSAL=geometry.is_causal,
         IS_FROZEN=not geometry.config.differentiable_aggregation, **heads.fit(FROM_SUMMARIES, BY_REGISTERS),
     )  # fmt: skip
     turns = fill(order.queries.new_empty(geometry.key_heads, grid[0]), 0)
     _queries_backward_to_keys[(*grid, _PARTS)](
-        **shared, grad_out_ptr=grad_out, of_keys_ptr=of_rows.of_keys, queries_ptr=heads.queries,
-        query_order_ptr=order.queries,
-        **list_tiles(first_rows, order, geometry), turns_ptr=turns, **geometry.sizes(*_OF_QUERIES), SCALE=heads.scale,
-        FEW_TILES=_FEW_ROWS // geometry.config.tile, ROWS=geometry.rows, **heads.fit(FROM_QUERIES, BY_REGISTERS),
+        **shared, grad_out_ptr=grad_out, for_keys_ptr=row_softmax.for_keys, queries_ptr=heads.queries,
+        query_order_ptr=order.queries, **list_tiles(first_rows, order, geometry), turns_ptr=turns,
+        **geometry.sizes(*_QUERY_SIZES), SCALE=heads.scale, LEAST_TILES=_LEAST_ROWS_OF_PART // geometry.config.tile,
+        ROWS=geometry.rows, **heads.fit(FROM_QUERIES, BY_REGISTERS),
     )  # fmt: skip
 
 
@@ -103,22 +103,22 @@ def _load_keys_of_tile(
     keys_ptr, values_ptr, key_order_ptr, key_tile_begin_ptr, tile, key_head, number, length, seen_blocks, key_room,
     KEYS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
 ):  # fmt: skip
-    """Positions of the keys of a tile and which of them exist, [KEYS], keys [KEYS, D] and values [KEYS, DV]."""
+    """Positions of the keys of a tile and which of them exist, [KEYS]; keys [KEYS, D]; values [KEYS, DV]."""
     offs_key = tl.arange(0, KEYS)
     mask_key = offs_key < number  # [KEYS]
     ptrs = key_order_ptr + key_head * seen_blocks * key_room + tl.load(key_tile_begin_ptr + tile) + offs_key  # [KEYS]
-    at = tl.load(ptrs, mask=mask_key, other=0)  # [KEYS]
-    keys = load_rows(keys_ptr, key_head * length, at, mask_key, D)  # [KEYS, D]
-    return at, mask_key, keys, load_rows(values_ptr, key_head * length, at, mask_key, DV)
+    key_position = tl.load(ptrs, mask=mask_key, other=0)  # [KEYS]
+    keys = load_rows(keys_ptr, key_head * length, key_position, mask_key, D)  # [KEYS, D]
+    return key_position, mask_key, keys, load_rows(values_ptr, key_head * length, key_position, mask_key, DV)
 
 
 @triton.jit
-def _add_to_rows(gradient_ptr, first, at, mask_key, gradient, X: tl.constexpr, ACC: tl.constexpr):
-    gradient += load_rows(gradient_ptr, first, at, mask_key, X).to(ACC)
-    store_rows(gradient_ptr, first, at, mask_key, gradient, X)
+def _add_to_rows(gradient_ptr, first, key_position, mask_key, gradient, X: tl.constexpr, ACC: tl.constexpr):
+    gradient += load_rows(gradient_ptr, first, key_position, mask_key, X).to(ACC)
+    store_rows(gradient_ptr, first, key_position, mask_key, gradient, X)
 
 
-@kernel(stage="summaries", do_not_specialize=_OF_SUMMARIES)
+@kernel(stage="summaries", do_not_specialize=_SUMMARY_SIZES)
 def _summaries_backward_to_keys(
     grad_keys_ptr, grad_values_ptr, grad_log_mass_ptr, grad_key_mean_ptr, grad_value_mean_ptr, keys_ptr, values_ptr,
     centroids_ptr, key_offset_ptr, numbers_ptr, key_order_ptr, key_tile_begin_ptr, key_tile_info_ptr, length,
@@ -126,7 +126,7 @@ def _summaries_backward_to_keys(
     IS_CAUSAL: tl.constexpr, IS_FROZEN: tl.constexpr, KEYS: tl.constexpr, CENTROIDS: tl.constexpr, D: tl.constexpr,
     DV: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """Up to `KEYS` keys of one bucket, from its summaries.
+    """Gradients of up to `KEYS` keys of one bucket, from its summaries.
 
     Grid: (seen blocks tiles, G). `grad_keys_ptr`, `keys_ptr`: (G, N, D); `grad_values_ptr`, `values_ptr`: (G, N, DV);
     `centroids_ptr`: (H, S, Q, D); `key_offset_ptr`: (G, D); other gradients and `numbers_ptr` as in `Columns`;
@@ -138,7 +138,7 @@ def _summaries_backward_to_keys(
     if info == 0:
         return
     block, key_cluster = tl.program_id(0) // key_tiles, info >> 8
-    at, mask_key, keys, values = _load_keys_of_tile(
+    key_position, mask_key, keys, values = _load_keys_of_tile(
         keys_ptr, values_ptr, key_order_ptr, key_tile_begin_ptr, tile, key_head, info & 255, length, seen_blocks,
         key_room, KEYS, D, DV,
     )  # fmt: skip
@@ -150,7 +150,7 @@ def _summaries_backward_to_keys(
     all_rows = generations * query_clusters
     first = (log2_floor(block + 1) if IS_CAUSAL else 0) * query_clusters
     for head in range(key_head * shared_by, (key_head + 1) * shared_by):
-        of_head = head * query_clusters * summarised * key_clusters
+        head_base = head * query_clusters * summarised * key_clusters
         for begin in range(first, all_rows, CENTROIDS):
             row = begin + offs_centroid  # [CENTROIDS]
             mask_row = row < all_rows  # [CENTROIDS]
@@ -158,10 +158,10 @@ def _summaries_backward_to_keys(
             generation = row // query_clusters  # [CENTROIDS]
             slot = block + (first_summary(generation) if IS_CAUSAL else generation * 0)  # [CENTROIDS]
             offs = (row % query_clusters * summarised + slot) * key_clusters + key_cluster  # [CENTROIDS]
-            mass = tl.load(numbers_ptr + (of_head + offs) * 4, mask=mask_row, other=float("inf"))  # [CENTROIDS]
-            d_mass = tl.load(grad_log_mass_ptr + of_head + offs, mask=mask_row, other=0.0)  # [CENTROIDS]
-            d_key_mean = load_rows(grad_key_mean_ptr, of_head, offs, mask_row, D)  # [CENTROIDS, D]
-            d_value_mean = load_rows(grad_value_mean_ptr, of_head, offs, mask_row, DV)  # [CENTROIDS, DV]
+            mass = tl.load(numbers_ptr + (head_base + offs) * 4, mask=mask_row, other=float("inf"))  # [CENTROIDS]
+            d_mass = tl.load(grad_log_mass_ptr + head_base + offs, mask=mask_row, other=0.0)  # [CENTROIDS]
+            d_key_mean = load_rows(grad_key_mean_ptr, head_base, offs, mask_row, D)  # [CENTROIDS, D]
+            d_value_mean = load_rows(grad_value_mean_ptr, head_base, offs, mask_row, DV)  # [CENTROIDS, DV]
             logits = dot(keys, tl.trans(centroid), ACC)  # [KEYS, CENTROIDS]
             weights = exp_of_less(logits, mass[None, :])  # [KEYS, CENTROIDS]
             d_logits = tl.zeros([KEYS, CENTROIDS], ACC) + d_mass[None, :]  # [KEYS, CENTROIDS]
@@ -173,29 +173,29 @@ def _summaries_backward_to_keys(
             d_keys = add_dot(weights, d_key_mean, d_keys)
             d_keys = add_dot(d_logits, centroid.to(d_key_mean.dtype), d_keys)
             d_values = add_dot(weights, d_value_mean, d_values)
-    _add_to_rows(grad_keys_ptr, key_head * length, at, mask_key, d_keys, D, ACC)
-    _add_to_rows(grad_values_ptr, key_head * length, at, mask_key, d_values, DV, ACC)
+    _add_to_rows(grad_keys_ptr, key_head * length, key_position, mask_key, d_keys, D, ACC)
+    _add_to_rows(grad_values_ptr, key_head * length, key_position, mask_key, d_values, DV, ACC)
 
 
 @triton.jit
-def _rows_of(entry, offs_row):
-    """[ROWS]: the rows of a listed tile that attend to the keys: from the first that retrieves them on."""
+def _row_mask(entry, offs_row):
+    """[ROWS]: which rows of a listed tile attend to the keys: all from the first that retrieves them on."""
     return (offs_row < ((entry >> 8) & 255)) & (offs_row >= (entry & 255))
 
 
-@kernel(stage="retrieval", do_not_specialize=_OF_QUERIES)
+@kernel(stage="retrieval", do_not_specialize=_QUERY_SIZES)
 def _queries_backward_to_keys(
-    grad_keys_ptr, grad_values_ptr, grad_out_ptr, of_keys_ptr, queries_ptr, keys_ptr, values_ptr, query_order_ptr,
+    grad_keys_ptr, grad_values_ptr, grad_out_ptr, for_keys_ptr, queries_ptr, keys_ptr, values_ptr, query_order_ptr,
     key_order_ptr, key_tile_begin_ptr, key_tile_info_ptr, lists_ptr, listed_ptr, turns_ptr, length,
     block_size, blocks, seen_blocks, key_clusters, query_tiles, key_tiles, key_room, shared_by, SCALE: tl.constexpr,
-    FEW_TILES: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    LEAST_TILES: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     ACC: tl.constexpr,
 ):  # fmt: skip
-    """Up to `KEYS` keys of one bucket, from a part of the tiles of queries that retrieve it.
+    """Gradients of up to `KEYS` keys of one bucket, from a part of the tiles of queries that retrieve it.
 
-    Parts add what they found in turn, so that sums have one order. (A part begins no later than those after it.)
+    Parts add their sums in turn, so that the order is fixed. (The GPU starts a part no later than those after it.)
 
-    Grid: (seen blocks tiles, G, parts). `queries_ptr`: (H, N, D); `grad_out_ptr`: (H, N, DV); `of_keys_ptr` as in
+    Grid: (seen blocks tiles, G, parts). `queries_ptr`: (H, N, D); `grad_out_ptr`: (H, N, DV); `for_keys_ptr` as in
     `RowSoftmax`; `query_order_ptr`: (H, nb B) int32; lists as `list_tiles` returns them; `turns_ptr`: (G, seen blocks
     tiles) int32, all 0; the others as in `_summaries_backward_to_keys`.
     """
@@ -210,10 +210,10 @@ def _queries_backward_to_keys(
     for head in range(key_head * shared_by, (key_head + 1) * shared_by):
         bucket = (head * seen_blocks + block) * key_clusters + key_cluster
         longest = tl.maximum(longest, tl.load(listed_ptr + bucket))
-    of_part = tl.maximum(FEW_TILES, tl.cdiv(longest, parts))
-    if part * of_part >= longest:
+    tiles_per_part = tl.maximum(LEAST_TILES, tl.cdiv(longest, parts))
+    if part * tiles_per_part >= longest:
         return
-    at, mask_key, keys, values = _load_keys_of_tile(
+    key_position, mask_key, keys, values = _load_keys_of_tile(
         keys_ptr, values_ptr, key_order_ptr, key_tile_begin_ptr, tile, key_head, info & 255, length, seen_blocks,
         key_room, KEYS, D, DV,
     )  # fmt: skip
@@ -223,21 +223,21 @@ def _queries_backward_to_keys(
     for head in range(key_head * shared_by, (key_head + 1) * shared_by):
         bucket = (head * seen_blocks + block) * key_clusters + key_cluster
         list_ptr = lists_ptr + bucket * blocks * query_tiles
-        first = part * of_part
-        number = tl.minimum(tl.load(listed_ptr + bucket), first + of_part)
-        of_head = head * blocks * block_size
-        order_ptr = query_order_ptr + of_head
-        # (Where the next rows lie is known before it is their turn.)
+        first = part * tiles_per_part
+        number = tl.minimum(tl.load(listed_ptr + bucket), first + tiles_per_part)
+        head_base = head * blocks * block_size
+        order_ptr = query_order_ptr + head_base
+        # (The next rows' positions are loaded early.)
         entry = tl.load(list_ptr + first, mask=first < number, other=0)
-        position = tl.load(order_ptr + (entry >> 16) + offs_row, mask=_rows_of(entry, offs_row), other=0)  # [ROWS]
+        position = tl.load(order_ptr + (entry >> 16) + offs_row, mask=_row_mask(entry, offs_row), other=0)  # [ROWS]
         for listed in range(first, number):
-            mask_row = _rows_of(entry, offs_row)  # [ROWS]
+            mask_row = _row_mask(entry, offs_row)  # [ROWS]
             query = load_rows(queries_ptr, head * length, position, mask_row, D)  # [ROWS, D]
             grad_out = load_rows(grad_out_ptr, head * length, position, mask_row, DV)  # [ROWS, DV]
             # [ROWS] each
-            lse, delta = load_pairs(of_keys_ptr, of_head + (entry >> 16), offs_row, mask_row, float("inf"), 0.0)
+            lse, delta = load_pairs(for_keys_ptr, head_base + (entry >> 16), offs_row, mask_row, float("inf"), 0.0)
             entry = tl.load(list_ptr + listed + 1, mask=listed + 1 < number, other=0)
-            position = tl.load(order_ptr + (entry >> 16) + offs_row, mask=_rows_of(entry, offs_row), other=0)  # [ROWS]
+            position = tl.load(order_ptr + (entry >> 16) + offs_row, mask=_row_mask(entry, offs_row), other=0)  # [ROWS]
             logits = dot(keys, tl.trans(query), ACC)  # [KEYS, ROWS]
             weights = exp_of_less(logits, lse[None, :], SCALE)  # [KEYS, ROWS]
             response = dot(values, tl.trans(grad_out), ACC)  # [KEYS, ROWS]
@@ -246,7 +246,7 @@ def _queries_backward_to_keys(
             d_keys = add_dot(d_logits.to(query.dtype), query, d_keys)
     while tl.atomic_add(turns_ptr + tile, 0) < part:
         pass
-    _add_to_rows(grad_keys_ptr, key_head * length, at, mask_key, d_keys * SCALE, D, ACC)
-    _add_to_rows(grad_values_ptr, key_head * length, at, mask_key, d_values, DV, ACC)
-    tl.debug_barrier()  # (All of it is written before the next one's turn.)
+    _add_to_rows(grad_keys_ptr, key_head * length, key_position, mask_key, d_keys * SCALE, D, ACC)
+    _add_to_rows(grad_values_ptr, key_head * length, key_position, mask_key, d_values, DV, ACC)
+    tl.debug_barrier()  # (All is written before the next part's turn.)
     tl.atomic_add(turns_ptr + tile, 1)

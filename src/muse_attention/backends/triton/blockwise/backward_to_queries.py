@@ -1,4 +1,4 @@
-"""Gradients of the queries from all that lies beyond their own block, and the one number per query that all share."""
+"""Gradients of the queries from everything beyond their own block, and the number per query that all terms share."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ FROM_KEYS = {
 }
 FROM_COLUMNS_BY_REGISTERS = {128: {"COLUMNS": 32}, 256: {"COLUMNS": 32, "num_warps": 8}}
 FROM_KEYS_BY_REGISTERS = {128: {"KEYS": 32}}
-"""What is different where matrix units read operands from registers."""
+"""What differs where matrix units read operands from registers."""
 _TILE = 64
 
 
 def gradient_of_softmax(merged: Partial, grad_out: Tensor, grad_lse: Tensor | None) -> dict[str, Tensor]:
-    """As kernels take it: the gradient of the output, the merged lse, and `delta = sum(dO * O) - dL` of each query, (H,
-    N): with `L`, all that a term's backward needs to know of the others."""
+    """Arguments of kernels: the gradient of the output, the merged lse `L`, and `delta = sum(dO * O) - dL` of each
+    query, (H, N). `L` and `delta` are all that the gradient of a term needs of the others."""
     heads, length, value_dim = grad_out.shape
     delta = torch.empty_like(merged.lse)
     _find_delta_of_rows[(cdiv(length, _TILE), heads)](
@@ -69,33 +69,33 @@ def gradient_of_softmax(merged: Partial, grad_out: Tensor, grad_lse: Tensor | No
 
 def add_to_queries(
     grad_queries: Tensor,
-    of_softmax: dict[str, Tensor],
+    softmax_arguments: dict[str, Tensor],
     heads: Heads,
     residuals: Residuals,
     columns: Columns,
     slopes: Slopes,
     first_rows: Tensor,
 ) -> RowSoftmax:
-    """Add to the (H, N, D) gradients of queries. `of_softmax` is what `gradient_of_softmax` returns.
+    """Add to the (H, N, D) gradients of queries. `softmax_arguments` is what `gradient_of_softmax` returns.
 
-    What gradients of keys and of summaries need of each query comes back, in the order of places.
+    Returns what the gradients of keys and of summaries need of each query, in the order of places.
     """
     order, geometry = heads.order, heads.geometry
     config = geometry.config
     tiles = geometry.blocks * geometry.query_tiles
     shared = {
         "grad_queries_ptr": grad_queries,
-        **of_softmax,
+        **softmax_arguments,
         "key_offset_ptr": heads.key_offset,
-        **order.of_queries,
+        **order.query_arguments,
         "SCALE": heads.scale,
         "ROWS": geometry.rows,
         **heads.compiled,
     }
-    found = RowSoftmax.new(residuals)
+    row_softmax = RowSoftmax.new(residuals)
     _columns_backward_to_queries[(tiles, geometry.heads)](
         **shared, **residuals.arguments, **columns.arguments, **slopes.arguments, first_rows_ptr=first_rows,
-        **found.arguments, **geometry.sizes(*SIZES_OF_COLUMNS, "shared_by"), IS_CAUSAL=geometry.is_causal,
+        **row_softmax.arguments, **geometry.sizes(*SIZES_OF_COLUMNS, "shared_by"), IS_CAUSAL=geometry.is_causal,
         FIRST_ORDER=config.uses_first_order, SECOND_ORDER=config.uses_second_order,
         **heads.fit(FROM_COLUMNS, FROM_COLUMNS_BY_REGISTERS),
     )  # fmt: skip
@@ -105,7 +105,7 @@ def add_to_queries(
             **shared, queries_ptr=heads.queries, keys_ptr=heads.keys, values_ptr=heads.values, key_order_ptr=order.keys,
             **listed, **geometry.sizes(*SIZES_OF_KEYS), **heads.fit(FROM_KEYS, FROM_KEYS_BY_REGISTERS),
         )  # fmt: skip
-    return found
+    return row_softmax
 
 
 @kernel(stage="merging", do_not_specialize=["length"])
@@ -129,7 +129,7 @@ def _find_delta_of_rows(
 def _columns_backward_to_queries(
     grad_queries_ptr, grad_out_ptr, lse_ptr, delta_ptr, key_offset_ptr, residuals_ptr, shift_ptr, width_ptr,
     numbers_ptr, key_mean_ptr, value_mean_ptr, slope_ptr, slope_deviation_ptr,
-    query_order_ptr, tile_begin_ptr, tile_info_ptr, first_rows_ptr, of_keys_ptr, of_summaries_ptr, length, block_size,
+    query_order_ptr, tile_begin_ptr, tile_info_ptr, first_rows_ptr, for_keys_ptr, for_summaries_ptr, length, block_size,
     blocks, seen_blocks, query_clusters, key_clusters, summarised, query_tiles, shared_by, LARGEST_REACH: tl.constexpr,
     SCALE: tl.constexpr, IS_CAUSAL: tl.constexpr, FIRST_ORDER: tl.constexpr, SECOND_ORDER: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, ACC: tl.constexpr,
@@ -137,11 +137,11 @@ def _columns_backward_to_queries(
     """Gradients of a tile's queries from the summaries.
 
     Grid: (nb tiles, H). `grad_queries_ptr`: (H, N, D); `grad_out_ptr`: (H, N, DV); `lse_ptr`, `delta_ptr`: (H, N);
-    `key_offset_ptr`: (G, D); `of_keys_ptr`, `of_summaries_ptr` as in `RowSoftmax`; the others as in
+    `key_offset_ptr`: (G, D); `for_keys_ptr`, `for_summaries_ptr` as in `RowSoftmax`; the others as in
     `_attend_to_columns`.
     """
     head = tl.program_id(1).to(tl.int64)
-    # (Those that see most come first.)
+    # (Tiles that see the most come first.)
     number_of_tile = tl.num_programs(0) - 1 - tl.program_id(0)
     tile = head * tl.num_programs(0) + number_of_tile
     own_block = number_of_tile // query_tiles
@@ -156,45 +156,45 @@ def _columns_backward_to_queries(
     residual = load_rows(residuals_ptr, place, offs_row, mask_row, D)  # [ROWS, D]
     shift = tl.load(shift_ptr + place + offs_row, mask=mask_row, other=0.0)  # [ROWS]
     width = tl.load(width_ptr + place + offs_row, mask=mask_row, other=0.0)  # [ROWS]
-    of_cluster = first_column(head, own_block, cluster, query_clusters, key_clusters, summarised, IS_CAUSAL)
+    cluster_base = first_column(head, own_block, cluster, query_clusters, key_clusters, summarised, IS_CAUSAL)
     first_rows_ptr += tile * seen_blocks * key_clusters
     grad_out = load_rows(grad_out_ptr, head * length, position, mask_row, DV)  # [ROWS, DV]
     # (Rows that do not exist have no weight anywhere.)
     lse = tl.load(lse_ptr + head * length + position, mask=mask_row, other=float("inf"))  # [ROWS]
     delta = tl.load(delta_ptr + head * length + position, mask=mask_row, other=0.0)  # [ROWS]
-    tl.store(of_keys_ptr + (place + offs_row) * 2, lse, mask=mask_row)
-    tl.store(of_keys_ptr + (place + offs_row) * 2 + 1, delta, mask=mask_row)
+    tl.store(for_keys_ptr + (place + offs_row) * 2, lse, mask=mask_row)
+    tl.store(for_keys_ptr + (place + offs_row) * 2 + 1, delta, mask=mask_row)
     lse -= shift
     if FIRST_ORDER:
         slope, factor, gain = load_slope(
             slope_ptr, slope_deviation_ptr, head * blocks + own_block, residual, width, LARGEST_REACH, D, DV, ACC
         )
         delta -= tl.sum(gain * grad_out.to(ACC), 1)
-    tl.store(of_summaries_ptr + (place + offs_row) * 2, lse, mask=mask_row)
-    tl.store(of_summaries_ptr + (place + offs_row) * 2 + 1, delta, mask=mask_row)
+    tl.store(for_summaries_ptr + (place + offs_row) * 2, lse, mask=mask_row)
+    tl.store(for_summaries_ptr + (place + offs_row) * 2 + 1, delta, mask=mask_row)
     gradient = tl.zeros([ROWS, padded(D)], ACC)  # [ROWS, D]
-    of_offset, of_summaries = tl.zeros([ROWS], ACC), tl.zeros([ROWS], ACC)
+    offset_factor, summary_weight = tl.zeros([ROWS], ACC), tl.zeros([ROWS], ACC)
     for first in range(0, columns, COLUMNS):
         offs_column, mask_column = visible_columns(first, columns, own_block, key_clusters, COLUMNS, IS_CAUSAL)
-        means = load_rows(key_mean_ptr, of_cluster, offs_column, mask_column, D)  # [COLUMNS, D]
-        masses, deviations, most, _ = load_numbers(numbers_ptr, of_cluster, offs_column, mask_column)
-        logits = score_columns(residual, width, means, masses, deviations, most, SECOND_ORDER, ACC)
+        means = load_rows(key_mean_ptr, cluster_base, offs_column, mask_column, D)  # [COLUMNS, D]
+        masses, deviations, limits, _ = load_numbers(numbers_ptr, cluster_base, offs_column, mask_column)
+        logits = score_columns(residual, width, means, masses, deviations, limits, SECOND_ORDER, ACC)
         first_row = load_once(first_rows_ptr + offs_column, mask_column, 255).to(tl.int32)  # [COLUMNS]
         logits = tl.where(offs_row[:, None] < first_row[None, :], logits, float("-inf"))
-        values = load_rows(value_mean_ptr, of_cluster, offs_column, mask_column, DV)  # [COLUMNS, DV]
+        values = load_rows(value_mean_ptr, cluster_base, offs_column, mask_column, DV)  # [COLUMNS, DV]
         response = dot(grad_out, tl.trans(values), ACC)  # [ROWS, COLUMNS]
         weights = exp_of_less(logits, lse[:, None])  # [ROWS, COLUMNS]
         d_logits = weights * (response - delta[:, None])  # [ROWS, COLUMNS]
-        of_offset += tl.sum(d_logits, 1)
-        of_summaries += tl.sum(weights, 1)
+        offset_factor += tl.sum(d_logits, 1)
+        summary_weight += tl.sum(weights, 1)
         gradient = add_dot(d_logits.to(means.dtype), means, gradient)
     if FIRST_ORDER:
         to_residual = dot(grad_out, tl.trans(slope), ACC)  # [ROWS, D]
-        gradient += (of_summaries * factor)[:, None] * to_residual
-    # (Means of keys are less the offset.)
+        gradient += (summary_weight * factor)[:, None] * to_residual
+    # (Means of keys are stored without the offset.)
     offs_d = tl.arange(0, padded(D))  # [D]
     offset = tl.load(key_offset_ptr + head // shared_by * D + offs_d, mask=offs_d < D, other=0.0).to(ACC)  # [D]
-    gradient += of_offset[:, None] * offset[None, :]
+    gradient += offset_factor[:, None] * offset[None, :]
     gradient = gradient * SCALE + load_rows(grad_queries_ptr, head * length, position, mask_row, D).to(ACC)
     store_rows(grad_queries_ptr, head * length, position, mask_row, gradient, D)
 
@@ -206,7 +206,7 @@ def _keys_backward_to_queries(
     seen_blocks, query_tiles, key_room, shared_by, room, SCALE: tl.constexpr, GROWS: tl.constexpr, ROWS: tl.constexpr,
     KEYS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of a tile's queries from the keys they retrieve. What rounding does to the keys' offset is taken back.
+    """Gradients of a tile's queries from the keys they retrieve, with the rounding of the keys' offset taken out.
 
     Grid: (nb tiles, H). `queries_ptr`: (H, N, D); `keys_ptr`: (G, N, D); `values_ptr`: (G, N, DV); lists as
     `list_pieces` returns them; the others as in `_columns_backward_to_queries`.
@@ -228,31 +228,31 @@ def _keys_backward_to_queries(
     lse = tl.load(lse_ptr + head * length + position, mask=mask_row, other=float("inf"))  # [ROWS]
     delta = tl.load(delta_ptr + head * length + position, mask=mask_row, other=0.0)  # [ROWS]
     gradient = tl.zeros([ROWS, padded(D)], ACC)  # [ROWS, D]
-    of_offset = tl.zeros([ROWS], ACC)
+    offset_factor = tl.zeros([ROWS], ACC)
     rounded = tl.zeros([ROWS, 16], ACC)  # [ROWS, 16], all columns equal
     key_head = head // shared_by
     key_order_ptr += key_head * seen_blocks * key_room
     list_ptr = lists_ptr + begin_of_list(head, number_of_tile, blocks, query_tiles, room, GROWS)
-    # [KEYS] each. (Where the next keys lie is known before it is their turn.)
-    next_at, next_row = load_listed(list_ptr, key_order_ptr, 0, pieces, KEYS)
+    # [KEYS] each. (The next keys' positions are loaded early.)
+    next_position, next_first_row = load_listed(list_ptr, key_order_ptr, 0, pieces, KEYS)
     for first in range(0, pieces, KEYS // PIECE_SIZE):
-        at, first_row = next_at, next_row
-        mask_key = at >= 0  # [KEYS]
-        key = load_rows(keys_ptr, key_head * length, at, mask_key, D)  # [KEYS, D]
-        value = load_rows(values_ptr, key_head * length, at, mask_key, DV)  # [KEYS, DV]
-        next_at, next_row = load_listed(list_ptr, key_order_ptr, first + KEYS // PIECE_SIZE, pieces, KEYS)
+        key_position, first_row = next_position, next_first_row
+        mask_key = key_position >= 0  # [KEYS]
+        key = load_rows(keys_ptr, key_head * length, key_position, mask_key, D)  # [KEYS, D]
+        value = load_rows(values_ptr, key_head * length, key_position, mask_key, DV)  # [KEYS, DV]
+        next_position, next_first_row = load_listed(list_ptr, key_order_ptr, first + KEYS // PIECE_SIZE, pieces, KEYS)
         logits = dot(query, tl.trans(key), ACC)  # [ROWS, KEYS]
         logits = tl.where(offs_row[:, None] >= first_row[None, :], logits, float("-inf"))
         response = dot(grad_out, tl.trans(value), ACC) - delta[:, None]  # [ROWS, KEYS]
         d_logits = exp_of_less(logits, lse[:, None], SCALE) * response  # [ROWS, KEYS]
-        of_offset += tl.sum(d_logits, 1)
+        offset_factor += tl.sum(d_logits, 1)
         d_logits = d_logits.to(key.dtype)
         gradient = add_dot(d_logits, key, gradient)
-        # (Matrix units add what was rounded: to make it wide again takes as long as the exponentials.)
+        # (Matrix units add up the rounded gradients: converting them back takes as long as the exponentials.)
         rounded = add_dot(d_logits, tl.full([KEYS, 16], 1.0, key.dtype), rounded)
     offs_d = tl.arange(0, padded(D))  # [D]
     offset = tl.load(key_offset_ptr + key_head * D + offs_d, mask=offs_d < D, other=0.0).to(ACC)  # [D]
-    of_offset -= tl.max(rounded, 1)
-    gradient += of_offset[:, None] * offset[None, :]
+    offset_factor -= tl.max(rounded, 1)
+    gradient += offset_factor[:, None] * offset[None, :]
     gradient = gradient * SCALE + load_rows(grad_queries_ptr, head * length, position, mask_row, D).to(ACC)
     store_rows(grad_queries_ptr, head * length, position, mask_row, gradient, D)

@@ -27,11 +27,11 @@ TO_SUMMARIES = {
     512: {"COLUMNS": 16, "num_warps": 4, "num_stages": 1},
 }
 BY_REGISTERS = {128: {"COLUMNS": 32}, 256: {"COLUMNS": 32, "num_warps": 8}}
-"""What is different where matrix units read operands from registers."""
+"""What differs where matrix units read operands from registers."""
 
 
 def find_gradients_of_summaries(
-    grad_out: Tensor, of_rows: RowSoftmax, heads: Heads, residuals: Residuals, columns: Columns, first_rows: Tensor
+    grad_out: Tensor, row_softmax: RowSoftmax, heads: Heads, residuals: Residuals, columns: Columns, first_rows: Tensor
 ) -> ColumnGradients:
     """`grad_out` is (H, N, Dv)."""
     order, geometry = heads.order, heads.geometry
@@ -40,7 +40,7 @@ def find_gradients_of_summaries(
     launch = heads.fit(TO_SUMMARIES, BY_REGISTERS)
     centroids = geometry.generations.number * config.query_clusters
     _far_backward_to_summaries[(cdiv(geometry.columns, launch["COLUMNS"]), centroids, geometry.heads)](
-        grad_out_ptr=grad_out, of_summaries_ptr=of_rows.of_summaries, residuals_ptr=residuals.residuals,
+        grad_out_ptr=grad_out, for_summaries_ptr=row_softmax.for_summaries, residuals_ptr=residuals.residuals,
         width_ptr=residuals.width, **columns.arguments, query_order_ptr=order.queries,
         tile_begin_ptr=order.query_tile_begin, tile_info_ptr=order.query_tile_info,
         tiles_before_ptr=order.query_tiles_before, first_rows_ptr=first_rows, **gradients.arguments,
@@ -53,24 +53,24 @@ def find_gradients_of_summaries(
 
 @triton.jit
 def _rows_of_tile(number, tiles, rows_of_last, TILE: tl.constexpr):
-    """Rows of one of the tiles of a cluster, all of which but the last are full; 0 after it."""
+    """The rows of a tile of a cluster: all tiles but the last are full; 0 after the last."""
     return tl.where(number < tiles - 1, TILE, tl.where(number < tiles, rows_of_last, 0))
 
 
 @kernel(stage="attention to summaries", do_not_specialize=SIZES_OF_COLUMNS)
 def _far_backward_to_summaries(
-    grad_out_ptr, of_summaries_ptr, residuals_ptr, width_ptr, numbers_ptr, key_mean_ptr, value_mean_ptr,
+    grad_out_ptr, for_summaries_ptr, residuals_ptr, width_ptr, numbers_ptr, key_mean_ptr, value_mean_ptr,
     query_order_ptr, tile_begin_ptr, tile_info_ptr, tiles_before_ptr, first_rows_ptr, grad_log_mass_ptr,
     grad_key_mean_ptr, grad_value_mean_ptr, length, block_size, blocks, seen_blocks, query_clusters, key_clusters,
     summarised, query_tiles, IS_CAUSAL: tl.constexpr, SECOND_ORDER: tl.constexpr, IS_FROZEN: tl.constexpr,
     TILE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """Some columns, as one query cluster of one generation sees them.
+    """Gradients of some columns, as one query cluster of one generation sees them.
 
-    Grid: (columns / COLUMNS, S Q, H). `of_summaries_ptr` as in `RowSoftmax`; `tiles_before_ptr`: (H, nb, Q + 1) int32;
+    Grid: (columns / COLUMNS, S Q, H). `for_summaries_ptr` as in `RowSoftmax`; `tiles_before_ptr`: (H, nb, Q + 1) int32;
     `grad_*_ptr` as the columns; the others as in `_columns_backward_to_queries`.
     """
-    # (Generations with most queries come first.)
+    # (Generations with the most queries come first.)
     row, head = tl.num_programs(1) - 1 - tl.program_id(1), tl.program_id(2).to(tl.int64)
     generation, cluster = row // query_clusters, row % query_clusters
     first = tl.program_id(0) * COLUMNS
@@ -84,26 +84,27 @@ def _far_backward_to_summaries(
     offs_column = first + tl.arange(0, COLUMNS)
     mask_column = offs_column < columns  # [COLUMNS]
     slot = first_summary(generation) if IS_CAUSAL else 0
-    of_slot = ((head * query_clusters + cluster) * summarised + slot) * key_clusters
-    means = load_rows(key_mean_ptr, of_slot, offs_column, mask_column, D)  # [COLUMNS, D]
-    values = load_rows(value_mean_ptr, of_slot, offs_column, mask_column, DV)  # [COLUMNS, DV]
-    masses, deviations, most, _ = load_numbers(numbers_ptr, of_slot, offs_column, mask_column)  # [COLUMNS] each
+    slot_base = ((head * query_clusters + cluster) * summarised + slot) * key_clusters
+    means = load_rows(key_mean_ptr, slot_base, offs_column, mask_column, D)  # [COLUMNS, D]
+    values = load_rows(value_mean_ptr, slot_base, offs_column, mask_column, DV)  # [COLUMNS, DV]
+    # [COLUMNS] each
+    masses, deviations, limits, _ = load_numbers(numbers_ptr, slot_base, offs_column, mask_column)
     d_means = tl.zeros([COLUMNS, padded(D)], ACC)  # [COLUMNS, D]
     d_values = tl.zeros([COLUMNS, padded(DV)], ACC)  # [COLUMNS, DV]
     d_mass = tl.zeros([COLUMNS], ACC)
     offs_row = tl.arange(0, ROWS)
     for own_block in range(first_block, end_block):
-        of_block = head * blocks + own_block
-        before_ptr = tiles_before_ptr + of_block * (query_clusters + 1) + cluster
+        block_index = head * blocks + own_block
+        before_ptr = tiles_before_ptr + block_index * (query_clusters + 1) + cluster
         first_tile, tiles = tl.load(before_ptr), tl.load(before_ptr + 1)
         tiles -= first_tile
         block = offs_column // key_clusters  # [COLUMNS]
         is_seen = block < own_block if IS_CAUSAL else block != own_block  # [COLUMNS]
-        # (The tiles of a cluster follow each other.)
-        tile = of_block * query_tiles + first_tile
+        # (The tiles of a cluster are consecutive.)
+        tile = block_index * query_tiles + first_tile
         begin = head * blocks * block_size + tl.load(tile_begin_ptr + tile, mask=tiles > 0, other=0)
         rows_of_last = tl.load(tile_info_ptr + tile + tiles - 1, mask=tiles > 0, other=0) & 255
-        # (Where the next rows lie is known before it is their turn.)
+        # (The next rows' positions are loaded early.)
         next_mask = offs_row < _rows_of_tile(0, tiles, rows_of_last, TILE)  # [ROWS]
         next_position = tl.load(query_order_ptr + begin + offs_row, mask=next_mask, other=0)  # [ROWS]
         for number_of_tile in range(0, tiles):
@@ -113,7 +114,7 @@ def _far_backward_to_summaries(
             next_position = tl.load(query_order_ptr + place + TILE + offs_row, mask=next_mask, other=0)  # [ROWS]
             residual = load_rows(residuals_ptr, place, offs_row, mask_row, D)  # [ROWS, D]
             grad_out = load_rows(grad_out_ptr, head * length, position, mask_row, DV)  # [ROWS, DV]
-            lse, delta = load_pairs(of_summaries_ptr, place, offs_row, mask_row, float("inf"), 0.0)  # [ROWS] each
+            lse, delta = load_pairs(for_summaries_ptr, place, offs_row, mask_row, float("inf"), 0.0)  # [ROWS] each
             wanted_ptrs = first_rows_ptr + (tile + number_of_tile) * seen_blocks * key_clusters + offs_column
             first_row = tl.load(wanted_ptrs, mask=mask_column & is_seen, other=0).to(tl.int32)  # [COLUMNS]
             # [COLUMNS, ROWS]
@@ -121,7 +122,7 @@ def _far_backward_to_summaries(
             if SECOND_ORDER:
                 width = tl.load(width_ptr + place + offs_row, mask=mask_row, other=0.0)  # [ROWS]
                 sigma = deviations[:, None] * width[None, :]  # [COLUMNS, ROWS]
-                within = tl.minimum(sigma, most[:, None])  # [COLUMNS, ROWS]
+                within = tl.minimum(sigma, limits[:, None])  # [COLUMNS, ROWS]
                 logits += within * (sigma - 0.5 * within)
             logits = tl.where(offs_row[None, :] < first_row[:, None], logits, float("-inf"))
             weights = exp_of_less(logits, lse[None, :])  # [COLUMNS, ROWS]
@@ -132,6 +133,6 @@ def _far_backward_to_summaries(
             d_means = add_dot(d_logits.to(residual.dtype), residual, d_means)
     if not IS_FROZEN:
         d_mass -= tl.sum(means.to(ACC) * d_means, 1) + tl.sum(values.to(ACC) * d_values, 1)
-    tl.store(grad_log_mass_ptr + of_slot + offs_column, d_mass, mask=mask_column)
-    store_rows(grad_key_mean_ptr, of_slot, offs_column, mask_column, d_means, D)
-    store_rows(grad_value_mean_ptr, of_slot, offs_column, mask_column, d_values, DV)
+    tl.store(grad_log_mass_ptr + slot_base + offs_column, d_mass, mask=mask_column)
+    store_rows(grad_key_mean_ptr, slot_base, offs_column, mask_column, d_means, D)
+    store_rows(grad_value_mean_ptr, slot_base, offs_column, mask_column, d_values, DV)

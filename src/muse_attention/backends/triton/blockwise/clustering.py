@@ -1,8 +1,7 @@
 """Centroids of the keys of each block that is seen, and of the queries before each generation: Lloyd's k-means.
 
-A *sequence* is what is clustered by itself: the queries of the past of a generation, or the keys of a block. Those of
-queries and of keys go through every kernel together. How the keys are spread about their centroids is the metric of
-each generation.
+A *sequence* is clustered on its own: the queries before a generation, or the keys of a block. Sequences of queries and
+of keys share every launch. The spread of the keys about their centroids is the metric of each generation.
 """
 
 from __future__ import annotations
@@ -33,11 +32,11 @@ from muse_attention.core.precision import compute_dtype
 from muse_attention.core.shuffle import seeded_shuffle
 
 _PARTS = 16
-"""Pieces of a sequence whose members are summed by different programs."""
+"""Programs that share a sequence."""
 _PARTS_OF_SPREAD = 8
-"""Of a block, whose squares are summed by different programs."""
+"""Programs that share a block when squares are summed."""
 _TILES = 4
-"""Tiles of vectors that one program assigns."""
+"""Tiles of vectors per program."""
 SUM_MEMBERS: dict[bool, dict[str, int]] = {
     True: {"num_warps": 4, "num_stages": 1, "maxnreg": 168},
     False: {"num_warps": 8, "num_stages": 2},
@@ -47,14 +46,14 @@ _SIZES = ("query_heads", "generations", "seen_blocks", "length", "block_size", "
 
 
 def find_start_positions(geometry: Geometry, device: torch.device) -> tuple[Tensor, Tensor]:
-    """(S, Q) and (seen blocks, K) int32: the queries and keys that centroids start as, counted in their sequence."""
+    """(S, Q) and (seen blocks, K) int32: positions in their sequence of the vectors that centroids start as."""
     generations, config = geometry.generations, geometry.config
     size, length = config.block_size, geometry.length
-    of_queries = tuple(min(length, generations.past(number) * size) for number in range(generations.number))
-    of_keys = tuple(min(size, length - block * size) for block in range(geometry.seen_blocks))
+    query_lengths = tuple(min(length, generations.past(number) * size) for number in range(generations.number))
+    key_lengths = tuple(min(size, length - block * size) for block in range(geometry.seen_blocks))
     return (
-        _start_positions(of_queries, config.query_clusters, config, device),
-        _start_positions(of_keys, config.key_clusters, config, device),
+        _start_positions(query_lengths, config.query_clusters, config, device),
+        _start_positions(key_lengths, config.key_clusters, config, device),
     )
 
 
@@ -72,8 +71,8 @@ def _start_positions(lengths: tuple[int, ...], clusters: int, config: MuSeConfig
 def cluster(
     queries: Tensor, keys: Tensor, query_starts: Tensor, key_starts: Tensor, geometry: Geometry, *, scale: float
 ) -> tuple[Tensor, ...]:
-    """Of (H, N, D) queries, times the scale, and (G, N, D) keys: (H, S, Q, D) centroids and (H, N) int32 assignment of
-    queries, (G, seen blocks, K, D) and (G, N) int32 of keys."""
+    """Cluster (H, N, D) queries, times the scale, and (G, N, D) keys. Returns centroids (H, S, Q, D) and assignment
+    (H, N) int32 of queries, then (G, seen blocks, K, D) and (G, N) int32 of keys."""
     config, dtype = geometry.config, compute_dtype(queries.dtype)
     heads, key_heads, head_dim = queries.shape[0], keys.shape[0], queries.shape[2]
     generations, blocks = geometry.generations.number, geometry.seen_blocks
@@ -81,12 +80,12 @@ def cluster(
     query_assignment = queries.new_empty(queries.shape[:2], dtype=torch.int32)
     key_centroids = keys.new_empty(key_heads, blocks, config.key_clusters, head_dim, dtype=dtype)
     key_assignment = keys.new_empty(keys.shape[:2], dtype=torch.int32)
-    most = max(config.query_clusters, config.key_clusters)
-    tile = rows_with_scores(most)
-    parts = min(_PARTS, cdiv(min(geometry.length, 2 * config.lloyd_sample * most), tile))
-    every = heads * generations + key_heads * blocks
-    sums = queries.new_empty(every, parts, most, head_dim, dtype=dtype)
-    sizes = queries.new_empty(every, parts, most, dtype=dtype)
+    clusters = max(config.query_clusters, config.key_clusters)
+    tile = rows_with_scores(clusters)
+    parts = min(_PARTS, cdiv(min(geometry.length, 2 * config.lloyd_sample * clusters), tile))
+    sequences = heads * generations + key_heads * blocks
+    sums = queries.new_empty(sequences, parts, clusters, head_dim, dtype=dtype)
+    sizes = queries.new_empty(sequences, parts, clusters, dtype=dtype)
     shared: dict[str, Any] = {
         "queries_ptr": queries,
         "keys_ptr": keys,
@@ -99,19 +98,20 @@ def cluster(
         "D": head_dim,
         "ACC": accumulator(queries.dtype),
     }
-    of_sequences = (max(generations, blocks), heads + key_heads)
+    sequence_grid = (max(generations, blocks), heads + key_heads)
     in_parts = {"sums_ptr": sums, "sizes_ptr": sizes}
-    _take_starts[(cdiv(most, 16), *of_sequences)](
+    _take_starts[(cdiv(clusters, 16), *sequence_grid)](
         **shared, query_starts_ptr=query_starts, key_starts_ptr=key_starts, TILE=16
     )
     for _ in range(config.lloyd_iterations):
-        _sum_members_of_sequence[(parts, *of_sequences)](
-            **shared, **in_parts, sample=config.lloyd_sample, CP=padded(most), TILE=tile, **SUM_MEMBERS[most <= 128]
-        )
-        _mean_of_sequence[(cdiv(most, 16), *of_sequences)](**shared, **in_parts, parts=parts, TILE=16)
+        _sum_members_of_sequence[(parts, *sequence_grid)](
+            **shared, **in_parts, sample=config.lloyd_sample, CP=padded(clusters), TILE=tile,
+            **SUM_MEMBERS[clusters <= 128],
+        )  # fmt: skip
+        _mean_of_sequence[(cdiv(clusters, 16), *sequence_grid)](**shared, **in_parts, parts=parts, TILE=16)
     _assign_to_nearest[(cdiv(config.block_size, tile * _TILES), geometry.blocks, heads + key_heads)](
-        **shared, query_assignment_ptr=query_assignment, key_assignment_ptr=key_assignment, CP=padded(most), TILE=tile,
-        TILES=_TILES, num_warps=4,
+        **shared, query_assignment_ptr=query_assignment, key_assignment_ptr=key_assignment, CP=padded(clusters),
+        TILE=tile, TILES=_TILES, num_warps=4,
     )  # fmt: skip
     return query_centroids, query_assignment, key_centroids, key_assignment
 
@@ -121,22 +121,22 @@ def _pick_sequence(
     queries_ptr, keys_ptr, query_centroids_ptr, key_centroids_ptr, sequence, head, query_heads, generations,
     seen_blocks, length, block_size, query_clusters, key_clusters, IS_CAUSAL: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """Where the vectors of a head begin; the first vector of a sequence and how many it has, none where there is no
-    such sequence; its number among all, where its centroids begin, and how many they are."""
+    """Pointer to the vectors of a head; the first vector of a sequence and their number, 0 if there is no such
+    sequence; its index among all sequences; pointer to its centroids, and their number."""
     if head < query_heads:
         vectors_ptr = queries_ptr + head * length * D
         first, number = sequence * 0, tl.minimum(length, block_size << sequence) if IS_CAUSAL else length
         number = tl.where(sequence < generations, number, 0)
-        of_sequence, clusters = head * generations + sequence, query_clusters
-        centroids_ptr = query_centroids_ptr + of_sequence * query_clusters * D
+        sequence_index, clusters = head * generations + sequence, query_clusters
+        centroids_ptr = query_centroids_ptr + sequence_index * query_clusters * D
     else:
         vectors_ptr = keys_ptr + (head - query_heads) * length * D
         first = sequence * block_size
         number = tl.where(sequence < seen_blocks, tl.minimum(block_size, length - first), 0)
-        of_keys, clusters = (head - query_heads) * seen_blocks + sequence, key_clusters
-        of_sequence = query_heads * generations + of_keys
-        centroids_ptr = key_centroids_ptr + of_keys * key_clusters * D
-    return vectors_ptr, first, number, of_sequence, centroids_ptr, clusters
+        key_sequence, clusters = (head - query_heads) * seen_blocks + sequence, key_clusters
+        sequence_index = query_heads * generations + key_sequence
+        centroids_ptr = key_centroids_ptr + key_sequence * key_clusters * D
+    return vectors_ptr, first, number, sequence_index, centroids_ptr, clusters
 
 
 @kernel(stage="clustering", do_not_specialize=_SIZES)
@@ -175,13 +175,13 @@ def _sum_members_of_sequence(
     seen_blocks, length, block_size, query_clusters, key_clusters, sample, FACTOR: tl.constexpr,
     IS_CAUSAL: tl.constexpr, D: tl.constexpr, CP: tl.constexpr, TILE: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """Of a part of the samples of a sequence, the vectors nearest to each centroid, summed and counted.
+    """Sum and count the vectors nearest to each centroid, in a part of the samples of a sequence.
 
     Grid: (parts, sequences, H + G). `sums_ptr`: (all sequences, parts, C, D) and `sizes_ptr`: (all sequences, parts,
     C), with the larger number of clusters; the others as in `_take_starts`.
     """
     part, sequence, head = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    vectors_ptr, first, number, of_sequence, centroids_ptr, clusters = _pick_sequence(
+    vectors_ptr, first, number, sequence_index, centroids_ptr, clusters = _pick_sequence(
         queries_ptr, keys_ptr, query_centroids_ptr, key_centroids_ptr, sequence, head, query_heads, generations,
         seen_blocks, length, block_size, query_clusters, key_clusters, IS_CAUSAL, D,
     )  # fmt: skip
@@ -203,11 +203,11 @@ def _sum_members_of_sequence(
         member = ((nearest[:, None] == offs_cluster[None, :]) & mask_row[:, None]).to(x.dtype)  # [TILE, CP]
         total = add_dot(tl.trans(member), x, total)
         count += tl.sum(member.to(ACC), 0)
-    at = (of_sequence * tl.num_programs(0) + part) * tl.maximum(query_clusters, key_clusters)
+    base = (sequence_index * tl.num_programs(0) + part) * tl.maximum(query_clusters, key_clusters)
     mask_cluster = offs_cluster < clusters  # [CP]
-    offs = (at + offs_cluster)[:, None] * D + offs_d[None, :]  # [CP, D]
+    offs = (base + offs_cluster)[:, None] * D + offs_d[None, :]  # [CP, D]
     tl.store(sums_ptr + offs, total, mask=mask_cluster[:, None] & (offs_d < D)[None, :])
-    tl.store(sizes_ptr + at + offs_cluster, count, mask=mask_cluster)
+    tl.store(sizes_ptr + base + offs_cluster, count, mask=mask_cluster)
 
 
 @kernel(stage="clustering", do_not_specialize=[*_SIZES, "parts"])
@@ -216,12 +216,12 @@ def _mean_of_sequence(
     seen_blocks, length, block_size, query_clusters, key_clusters, parts, FACTOR: tl.constexpr, IS_CAUSAL: tl.constexpr,
     D: tl.constexpr, TILE: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """Move centroids to the means of their members; one without any stays.
+    """Move centroids to the means of their members; a centroid without members stays.
 
     Grid: (C / TILE, sequences, H + G). As in `_sum_members_of_sequence`.
     """
     sequence, head = tl.program_id(1), tl.program_id(2).to(tl.int64)
-    _, _, number, of_sequence, centroids_ptr, clusters = _pick_sequence(
+    _, _, number, sequence_index, centroids_ptr, clusters = _pick_sequence(
         queries_ptr, keys_ptr, query_centroids_ptr, key_centroids_ptr, sequence, head, query_heads, generations,
         seen_blocks, length, block_size, query_clusters, key_clusters, IS_CAUSAL, D,
     )  # fmt: skip
@@ -233,9 +233,9 @@ def _mean_of_sequence(
     total = tl.zeros([TILE, padded(D)], ACC)  # [TILE, D]
     count = tl.zeros([TILE], ACC)
     for part in range(parts):
-        at = (of_sequence * parts + part) * tl.maximum(query_clusters, key_clusters)
-        total += load_rows(sums_ptr, at, offs_cluster, mask_cluster, D)
-        count += tl.load(sizes_ptr + at + offs_cluster, mask=mask_cluster, other=0.0)
+        base = (sequence_index * parts + part) * tl.maximum(query_clusters, key_clusters)
+        total += load_rows(sums_ptr, base, offs_cluster, mask_cluster, D)
+        count += tl.load(sizes_ptr + base + offs_cluster, mask=mask_cluster, other=0.0)
     offs = offs_cluster[:, None] * D + offs_d[None, :]  # [TILE, D]
     mask = (mask_cluster & (count > 0))[:, None] & (offs_d < D)[None, :]  # [TILE, D]
     tl.store(centroids_ptr + offs, total / tl.maximum(count, 1.0)[:, None], mask=mask)
@@ -248,7 +248,7 @@ def _assign_to_nearest(
     IS_CAUSAL: tl.constexpr, D: tl.constexpr, CP: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
     ACC: tl.constexpr,
 ):  # fmt: skip
-    """The nearest centroid of some vectors of a block; 0 where nothing is seen, or nobody sees it.
+    """The nearest centroid of some vectors of a block; 0 for queries that see no other block, and for unseen keys.
 
     Grid: (B / (TILE TILES), nb, H + G). `query_assignment_ptr`: (H, N) and `key_assignment_ptr`: (G, N), int32; the
     others as in `_take_starts`.
@@ -310,13 +310,13 @@ def _sum_squares_of_block(
     keys_ptr, centroids_ptr, assignment_ptr, sums_ptr, largest_ptr, length, block_size, clusters, TILE: tl.constexpr,
     D: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """Of a part of the keys of a block, in units of the largest residual there: squares of large ones would overflow.
+    """Sums over a part of the keys of a block, in units of its largest residual: squares of large ones would overflow.
 
     Grid: (parts of a block, blocks, G). `keys_ptr`: (G, N, D); `centroids_ptr`: (G, blocks, K, D); `assignment_ptr`:
     (G, N) int32; `sums_ptr`: (G, parts, D); `largest_ptr`: (G, parts).
     """
     part, block, head = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    of_block = head * tl.num_programs(1) + block
+    block_index = head * tl.num_programs(1) + block
     total = tl.zeros([padded(D)], ACC)  # [D]
     unit = tl.max(tl.zeros([TILE], ACC), 0)
     rows = tl.cdiv(tl.cdiv(block_size, tl.num_programs(0)), TILE) * TILE
@@ -327,15 +327,15 @@ def _sum_squares_of_block(
         cluster = tl.load(assignment_ptr + head * length + offs_row, mask=mask_row, other=0)  # [TILE]
         key = load_rows(keys_ptr, head * length, offs_row, mask_row, D).to(ACC)  # [TILE, D]
         key = tl.where(tl.abs(key) < float("inf"), key, 0.0)
-        residual = key - load_rows(centroids_ptr, of_block * clusters, cluster, mask_row, D).to(ACC)  # [TILE, D]
+        residual = key - load_rows(centroids_ptr, block_index * clusters, cluster, mask_row, D).to(ACC)  # [TILE, D]
         larger = tl.maximum(unit, tl.max(tl.max(tl.abs(residual), 1), 0))
         scaled = residual / tl.where(larger > 0, larger, 1.0)  # [TILE, D]
         total = total * _square_of_ratio(unit, larger) + tl.sum(scaled * scaled, 0)
         unit = larger
     offs_d = tl.arange(0, padded(D))  # [D]
-    at = of_block * tl.num_programs(0) + part
-    tl.store(sums_ptr + at * D + offs_d, total, mask=offs_d < D)
-    tl.store(largest_ptr + at, unit)
+    base = block_index * tl.num_programs(0) + part
+    tl.store(sums_ptr + base * D + offs_d, total, mask=offs_d < D)
+    tl.store(largest_ptr + base, unit)
 
 
 @kernel(stage="clustering", do_not_specialize=["parts"])
@@ -343,7 +343,7 @@ def _scale_spread(
     sums_ptr, largest_ptr, spread_ptr, parts, PARTS_OF_BLOCK: tl.constexpr, IS_CAUSAL: tl.constexpr,
     PARTS: tl.constexpr, D: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """The sums of the past of a generation, in units of their mean over the dimensions; 1 where all are 0.
+    """The sums over the blocks before a generation, divided by their mean over the dimensions; 1 where all are 0.
 
     Grid: (S, G). `sums_ptr`: (G, parts, D); `largest_ptr`: (G, parts); `spread_ptr`: (G, S, D).
     """
@@ -351,8 +351,8 @@ def _scale_spread(
     offs_part, offs_d = tl.arange(0, PARTS), tl.arange(0, padded(D))  # [PARTS], [D]
     past = tl.minimum(parts, PARTS_OF_BLOCK << generation) if IS_CAUSAL else parts
     units = tl.load(largest_ptr + head * parts + offs_part, mask=offs_part < past, other=0.0)  # [PARTS]
-    some = load_rows(sums_ptr, head * parts, offs_part, offs_part < past, D)  # [PARTS, D]
-    total = tl.sum(some * _square_of_ratio(units, tl.max(units, 0))[:, None], 0)  # [D]
+    part_sums = load_rows(sums_ptr, head * parts, offs_part, offs_part < past, D)  # [PARTS, D]
+    total = tl.sum(part_sums * _square_of_ratio(units, tl.max(units, 0))[:, None], 0)  # [D]
     mean = tl.sum(total, 0) / D
     ptrs = spread_ptr + (head * tl.num_programs(0) + generation) * D + offs_d  # [D]
     tl.store(ptrs, tl.where(mean > 0, total / tl.where(mean > 0, mean, 1.0), 1.0), mask=offs_d < D)

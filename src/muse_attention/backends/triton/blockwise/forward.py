@@ -1,4 +1,4 @@
-"""Attention to all that lies beyond the own block, added to its output and lse: one pass for each tile of queries."""
+"""Attention to everything beyond the own block, added to its output and lse, tile of queries by tile."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ TO_KEYS = {
 }
 TO_COLUMNS_BY_REGISTERS = {128: {"COLUMNS": 32}, 256: {"num_warps": 8}}
 TO_KEYS_BY_REGISTERS = {128: {"KEYS": 64}}
-"""What is different where matrix units read operands from registers."""
+"""What differs where matrix units read operands from registers."""
 _LOWEST = tl.constexpr(-3e38)
-"""Below all but -inf, the logit of a column that is not visible."""
+"""Below every logit but -inf, that of a column that is not visible."""
 
 
 def attend(
@@ -75,16 +75,16 @@ def attend(
     assert config.tolerance is not None
     shared = {"out_ptr": merged.out, "lse_ptr": merged.lse, "ROWS": geometry.rows, **heads.compiled}
     _attend_to_columns[(tiles, geometry.heads)](
-        **residuals.arguments, **columns.arguments, **slopes.arguments, **order.of_queries, first_rows_ptr=first_rows,
-        **geometry.sizes(*SIZES_OF_COLUMNS), mean_size=config.mean_bucket, tolerance=config.tolerance,
-        CAUTION=config.caution, LARGEST_GROWTH=LARGEST_GROWTH, IS_CAUSAL=geometry.is_causal, IS_CHOSEN=is_chosen,
-        FIRST_ORDER=config.uses_first_order, SECOND_ORDER=config.uses_second_order, **shared,
+        **residuals.arguments, **columns.arguments, **slopes.arguments, **order.query_arguments,
+        first_rows_ptr=first_rows, **geometry.sizes(*SIZES_OF_COLUMNS), mean_size=config.mean_bucket,
+        tolerance=config.tolerance, CAUTION=config.caution, LARGEST_GROWTH=LARGEST_GROWTH, IS_CAUSAL=geometry.is_causal,
+        IS_CHOSEN=is_chosen, FIRST_ORDER=config.uses_first_order, SECOND_ORDER=config.uses_second_order, **shared,
         **heads.fit(TO_COLUMNS, TO_COLUMNS_BY_REGISTERS),
     )  # fmt: skip
     for begin, end in ranges_of_columns(geometry):
         listed = list_pieces(first_rows, begin, end, order, geometry)
         _attend_to_keys[(tiles, geometry.heads)](
-            queries_ptr=heads.queries, keys_ptr=heads.keys, values_ptr=heads.values, **order.of_queries,
+            queries_ptr=heads.queries, keys_ptr=heads.keys, values_ptr=heads.values, **order.query_arguments,
             key_order_ptr=order.keys, **listed, **geometry.sizes(*SIZES_OF_KEYS), SCALE=heads.scale, **shared,
             **heads.fit(TO_KEYS, TO_KEYS_BY_REGISTERS),
         )  # fmt: skip
@@ -92,18 +92,18 @@ def attend(
 
 @triton.jit
 def _expected_error(log_weight, sigma, CAUTION: tl.constexpr, LARGEST_GROWTH: tl.constexpr):
-    """What a weight would gain for each deviation if its logit were `CAUTION` deviations above its estimate."""
+    """The gain of a weight per deviation, if its logit were `CAUTION` deviations above its estimate."""
     growth = tl.exp2(tl.minimum(CAUTION * sigma, LARGEST_GROWTH) * LOG2_E) - 1.0
     return tl.exp2(log_weight * LOG2_E) * growth / CAUTION
 
 
 @triton.jit
 def _include(logits, values, largest, total, weighted, SCALE: tl.constexpr):
-    """Terms into the running softmax, whose logits are yet to be multiplied by a scale: the largest logit and the
-    total, [ROWS], and the weighted values, [ROWS, DV]."""
+    """Add terms, whose logits are still to be scaled, to the running softmax: the largest logit and the total, [ROWS],
+    and the weighted values, [ROWS, DV]."""
     larger = tl.maximum(largest, tl.max(logits, 1) * SCALE)  # [ROWS]
     weights = exp_of_less(logits, larger[:, None], SCALE)  # [ROWS, COLUMNS]
-    # (Of equal ones exactly 1: what is added without weight changes nothing.)
+    # (Exactly 1 if the largest stays: terms without weight change nothing.)
     kept = tl.exp2((largest - larger) * LOG2_E)  # [ROWS]
     total = total * kept + tl.sum(weights, 1)
     weighted = add_dot(weights.to(values.dtype), values, weighted * kept[:, None])
@@ -114,17 +114,17 @@ def _include(logits, values, largest, total, weighted, SCALE: tl.constexpr):
 def _first_row(is_wanted, ROWS: tl.constexpr):
     """[COLUMNS]: the first row of [ROWS, COLUMNS] that wants each column, or 255.
 
-    Matrix units make one number of the answers of four rows, so that the minimum is over a quarter of the rows, most of
-    them in one thread. It takes half as long as a minimum over all.
+    Matrix units pack four rows into one number, so that the minimum is over a quarter of the rows, mostly within a
+    thread. It takes half as long as a minimum over all rows.
     """
-    FOURS: tl.constexpr = max(16, ROWS // 4)
-    offs_row, offs_four = tl.arange(0, ROWS), tl.arange(0, FOURS)  # [ROWS], [FOURS]
-    bit = tl.where(offs_row[:, None] // 4 == offs_four[None, :], 1 << (offs_row[:, None] % 4), 0)  # [ROWS, FOURS]
+    GROUPS: tl.constexpr = max(16, ROWS // 4)
+    offs_row, offs_group = tl.arange(0, ROWS), tl.arange(0, GROUPS)  # [ROWS], [GROUPS]
+    bit = tl.where(offs_row[:, None] // 4 == offs_group[None, :], 1 << (offs_row[:, None] % 4), 0)  # [ROWS, GROUPS]
     bits = tl.dot(tl.trans(tl.where(is_wanted, 1.0, 0.0).to(tl.float16)), bit.to(tl.float16)).to(
         tl.int32
-    )  # [COLUMNS, FOURS]
-    first = tl.where(bits % 2 > 0, 0, tl.where(bits % 4 > 0, 1, tl.where(bits % 8 > 0, 2, 3)))  # [COLUMNS, FOURS]
-    return tl.min(tl.where(bits > 0, offs_four[None, :] * 4 + first, 255), 1)
+    )  # [COLUMNS, GROUPS]
+    first = tl.where(bits % 2 > 0, 0, tl.where(bits % 4 > 0, 1, tl.where(bits % 8 > 0, 2, 3)))  # [COLUMNS, GROUPS]
+    return tl.min(tl.where(bits > 0, offs_group[None, :] * 4 + first, 255), 1)
 
 
 @kernel(stage="attention to summaries", do_not_specialize=[*SIZES_OF_COLUMNS, "mean_size", "tolerance"])
@@ -143,7 +143,7 @@ def _attend_to_columns(
     the inputs, read and written.
     """
     head = tl.program_id(1).to(tl.int64)
-    # (Those that see most come first.)
+    # (Tiles that see the most come first.)
     number_of_tile = tl.num_programs(0) - 1 - tl.program_id(0)
     tile = head * tl.num_programs(0) + number_of_tile
     own_block = number_of_tile // query_tiles
@@ -158,63 +158,63 @@ def _attend_to_columns(
     residual = load_rows(residuals_ptr, place, offs_row, mask_row, D)  # [ROWS, D]
     shift = tl.load(shift_ptr + place + offs_row, mask=mask_row, other=0.0)  # [ROWS]
     width = tl.load(width_ptr + place + offs_row, mask=mask_row, other=0.0)  # [ROWS]
-    of_cluster = first_column(head, own_block, cluster, query_clusters, key_clusters, summarised, IS_CAUSAL)
+    cluster_base = first_column(head, own_block, cluster, query_clusters, key_clusters, summarised, IS_CAUSAL)
     first_rows_ptr += tile * seen_blocks * key_clusters
 
     # The running softmax begins with the own block. What the key offset adds is left out until the end.
     own_lse = tl.load(lse_ptr + head * length + position, mask=mask_row, other=0.0) - shift  # [ROWS]
 
-    # 1. The lse with all summaries, which the weight of each is judged by.
+    # 1. The lse with all summaries, the reference for the weight of each.
     if not IS_CHOSEN:
         top, mass = own_lse, tl.full([ROWS], 1.0, ACC)  # [ROWS], [ROWS]
         for first in range(0, columns, COLUMNS):
             offs_column, mask_column = visible_columns(first, columns, own_block, key_clusters, COLUMNS, IS_CAUSAL)
-            means = load_rows(key_mean_ptr, of_cluster, offs_column, mask_column, D)  # [COLUMNS, D]
-            masses, deviations, most, _ = load_numbers(numbers_ptr, of_cluster, offs_column, mask_column)
-            logits = score_columns(residual, width, means, masses, deviations, most, SECOND_ORDER, ACC)
+            means = load_rows(key_mean_ptr, cluster_base, offs_column, mask_column, D)  # [COLUMNS, D]
+            masses, deviations, limits, _ = load_numbers(numbers_ptr, cluster_base, offs_column, mask_column)
+            logits = score_columns(residual, width, means, masses, deviations, limits, SECOND_ORDER, ACC)
             larger = tl.maximum(top, tl.max(logits, 1))  # [ROWS]
             mass = mass * tl.exp2((top - larger) * LOG2_E) + tl.sum(exp_of_less(logits, larger[:, None]), 1)
             top = larger
-        judged_by = top + tl.log(mass)  # [ROWS]
+        reference_lse = top + tl.log(mass)  # [ROWS]
         # Without caution, `exp(logit - lse) * sigma` reaches the tolerance where its logarithm does.
-        least = judged_by + tl.log(tolerance) - tl.log(width)  # [ROWS]
-        least = tl.where((tolerance > 0) & ~(least < _LOWEST), least, _LOWEST)
-        least = tl.where(mask_row, least, float("inf"))
+        threshold = reference_lse + tl.log(tolerance) - tl.log(width)  # [ROWS]
+        threshold = tl.where((tolerance > 0) & ~(threshold < _LOWEST), threshold, _LOWEST)
+        threshold = tl.where(mask_row, threshold, float("inf"))
 
-    # 2. Decide on each, and attend to those that stay.
+    # 2. Decide on each summary, and attend to it unless its keys are retrieved.
     largest, total = own_lse, tl.full([ROWS], 1.0, ACC)  # [ROWS], [ROWS]
     weighted = load_rows(out_ptr, head * length, position, mask_row, DV).to(ACC)  # [ROWS, DV]
     for first in range(0, columns, COLUMNS):
         offs_column, mask_column = visible_columns(first, columns, own_block, key_clusters, COLUMNS, IS_CAUSAL)
-        means = load_rows(key_mean_ptr, of_cluster, offs_column, mask_column, D)  # [COLUMNS, D]
-        masses, deviations, most, fear = load_numbers(numbers_ptr, of_cluster, offs_column, mask_column)
-        logits = score_columns(residual, width, means, masses, deviations, most, SECOND_ORDER, ACC)
+        means = load_rows(key_mean_ptr, cluster_base, offs_column, mask_column, D)  # [COLUMNS, D]
+        masses, deviations, limits, log_errors = load_numbers(numbers_ptr, cluster_base, offs_column, mask_column)
+        logits = score_columns(residual, width, means, masses, deviations, limits, SECOND_ORDER, ACC)
         if IS_CHOSEN:
             first_row = load_once(first_rows_ptr + offs_column, mask_column, 255).to(tl.int32)  # [COLUMNS]
         else:
             if CAUTION > 0:
-                # (`n` keys are `exp(most^2 / 2)`.)
-                worth = tl.sqrt(mean_size) * tl.exp2(most * most * (-0.25 * LOG2_E))  # [COLUMNS]
-                feared = tl.exp2(fear * LOG2_E) / worth  # [COLUMNS]
+                # (`n` keys are `exp(limit^2 / 2)`.)
+                error_factors = tl.sqrt(mean_size) * tl.exp2(limits * limits * (-0.25 * LOG2_E))  # [COLUMNS]
+                error_deviations = tl.exp2(log_errors * LOG2_E) / error_factors  # [COLUMNS]
                 # [ROWS, COLUMNS]
                 error = _expected_error(
-                    logits - judged_by[:, None], width[:, None] * feared[None, :], CAUTION, LARGEST_GROWTH
+                    logits - reference_lse[:, None], width[:, None] * error_deviations[None, :], CAUTION, LARGEST_GROWTH
                 )
-                is_wanted = error * worth[None, :] >= tolerance  # [ROWS, COLUMNS]
+                is_wanted = error * error_factors[None, :] >= tolerance  # [ROWS, COLUMNS]
                 is_wanted &= (logits > float("-inf")) & mask_row[:, None]
             else:
-                is_wanted = logits + fear[None, :] >= least[:, None]  # [ROWS, COLUMNS]
+                is_wanted = logits + log_errors[None, :] >= threshold[:, None]  # [ROWS, COLUMNS]
             first_row = _first_row(is_wanted, ROWS)  # [COLUMNS]
             tl.store(first_rows_ptr + offs_column, first_row.to(tl.uint8), mask=offs_column < columns)
         logits = tl.where(offs_row[:, None] < first_row[None, :], logits, float("-inf"))
-        values = load_rows(value_mean_ptr, of_cluster, offs_column, mask_column, DV)  # [COLUMNS, DV]
+        values = load_rows(value_mean_ptr, cluster_base, offs_column, mask_column, DV)  # [COLUMNS, DV]
         largest, total, weighted = _include(logits, values, largest, total, weighted, 1.0)
     if FIRST_ORDER:
         _, _, gain = load_slope(
             slope_ptr, slope_deviation_ptr, head * blocks + own_block, residual, width, LARGEST_REACH, D, DV, ACC
         )
-        of_summaries = total - tl.exp2((own_lse - largest) * LOG2_E)  # [ROWS]
-        weighted += of_summaries[:, None] * gain
+        summary_total = total - tl.exp2((own_lse - largest) * LOG2_E)  # [ROWS]
+        weighted += summary_total[:, None] * gain
     store_rows(out_ptr, head * length, position, mask_row, weighted / total[:, None], DV)
     tl.store(lse_ptr + head * length + position, largest + tl.log(total) + shift, mask=mask_row)
 
@@ -251,10 +251,10 @@ def _attend_to_keys(
     list_ptr = lists_ptr + begin_of_list(head, number_of_tile, blocks, query_tiles, room, GROWS)
     for first in range(0, pieces, KEYS // PIECE_SIZE):
         # [KEYS] each
-        at, first_row = load_listed(list_ptr, key_order_ptr, first, pieces, KEYS)
-        mask_key = at >= 0  # [KEYS]
-        key = load_rows(keys_ptr, key_head * length, at, mask_key, D)  # [KEYS, D]
-        value = load_rows(values_ptr, key_head * length, at, mask_key, DV)  # [KEYS, DV]
+        key_position, first_row = load_listed(list_ptr, key_order_ptr, first, pieces, KEYS)
+        mask_key = key_position >= 0  # [KEYS]
+        key = load_rows(keys_ptr, key_head * length, key_position, mask_key, D)  # [KEYS, D]
+        value = load_rows(values_ptr, key_head * length, key_position, mask_key, DV)  # [KEYS, DV]
         logits = dot(query, tl.trans(key), ACC)  # [ROWS, KEYS]
         logits = tl.where(offs_row[:, None] >= first_row[None, :], logits, float("-inf"))
         largest, total, weighted = _include(logits, value, largest, total, weighted, SCALE)

@@ -1,4 +1,4 @@
-"""Sizes: how the blocks of a sequence are cut into tiles of queries, pieces and tiles of keys, and columns."""
+"""Sizes: tiles of queries, pieces and tiles of keys, and columns in the blocks of a sequence."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from muse_attention.core.generations import Generations
 from muse_attention.core.query_tiles import tiles_of_block
 
 PIECE = 16
-"""Places of a bucket: sorted keys are padded to a multiple of it."""
+"""Sorted keys of a bucket are padded to a multiple of it."""
 KEYS_OF_TILE = 64
-"""Keys of one bucket whose gradients one program sums."""
+"""Keys in a tile, all of one bucket: one program sums their gradients."""
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """Of some heads, all of the same length."""
+    """The sizes of a call, with the batch and head axes flattened."""
 
     heads: int
     """H, of queries"""
@@ -33,7 +33,7 @@ class Geometry:
 
     @classmethod
     def of(cls, query: Tensor, key: Tensor, config: MuSeConfig, *, is_causal: bool) -> Geometry:
-        """Of (batch, heads, N, D) tensors."""
+        """From (batch, heads, N, D) tensors."""
         batch, heads, length, _ = query.shape
         return cls(batch * heads, batch * key.shape[1], length, config, is_causal)
 
@@ -51,31 +51,31 @@ class Geometry:
 
     @property
     def columns(self) -> int:
-        """Buckets of all blocks that are seen."""
+        """The number of buckets in all seen blocks."""
         return self.seen_blocks * self.config.key_clusters
 
     @property
     def query_tiles(self) -> int:
-        """Of a block, at most."""
+        """The most tiles of queries in a block."""
         return tiles_of_block(self.config)
 
     @property
     def key_room(self) -> int:
-        """Places that the sorted keys of a block may need."""
+        """The most places that the sorted keys of a block need."""
         return PIECE * (cdiv(self.config.block_size, PIECE) + min(self.config.key_clusters, self.config.block_size))
 
     @property
     def key_tiles(self) -> int:
-        """Of a block, at most."""
+        """The most tiles of keys in a block."""
         return cdiv(self.config.block_size, KEYS_OF_TILE) + min(self.config.key_clusters, self.config.block_size)
 
     @property
     def rows(self) -> int:
-        """Of a tile of queries, as matrix units want them."""
+        """Rows of a tile of queries; matrix units want at least 16."""
         return max(16, self.config.tile)
 
     def sizes(self, *names: str) -> dict[str, int]:
-        """Some of them, as kernels take them."""
+        """Arguments of kernels, by name."""
         every = {
             "length": self.length,
             "block_size": self.config.block_size,
@@ -95,13 +95,13 @@ class Geometry:
 
 @triton.jit
 def log2_floor(number):
-    """Of an integer from 1 to 2^24: the exponent of a float32 is exact."""
+    """Of an integer from 1 to 2^24, read from the exponent of its float32."""
     return (number.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
 
 
 @triton.jit
 def generation_of_block(block, IS_CAUSAL: tl.constexpr):
-    """The generation that serves a block, and where the blocks that it has summaries of begin."""
+    """The generation of a block's queries, and the first slot of its summaries."""
     if IS_CAUSAL:
         generation = log2_floor(tl.maximum(block, 1))
         return generation, first_summary(generation)
@@ -111,7 +111,7 @@ def generation_of_block(block, IS_CAUSAL: tl.constexpr):
 
 @triton.jit
 def generation_of_slot(slot, IS_CAUSAL: tl.constexpr):
-    """The generation that a slot of summaries belongs to, and the block that is summarised there."""
+    """The generation of a slot, and the block summarised in it."""
     if IS_CAUSAL:
         guess = log2_floor(slot + 2)
         generation = tl.where(slot >= first_summary(guess), guess, guess - 1)
@@ -122,5 +122,5 @@ def generation_of_slot(slot, IS_CAUSAL: tl.constexpr):
 
 @triton.jit
 def first_summary(generation):
-    """Of causal generations: each before it has summaries of `2^(s+1) - 1` blocks."""
+    """The first slot of a causal generation: each generation `s` before it summarises `2^(s+1) - 1` blocks."""
     return (2 << generation) - 2 - generation

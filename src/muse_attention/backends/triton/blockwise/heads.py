@@ -1,4 +1,4 @@
-"""The heads of a call, as every pass over their far field reads them."""
+"""The heads of a call: what every pass over the far field reads."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Heads:
     centroids: Tensor
     """(H, S, Q, D), of queries"""
     key_offset: Tensor
-    """(G, D): the point from which the means of keys are stored"""
+    """(G, D), which is subtracted from the means of keys"""
     order: Order
     geometry: Geometry
     scale: float
@@ -36,7 +36,7 @@ class Heads:
     def fit(
         self, launch: dict[int, dict[str, int]], by_registers: dict[int, dict[str, int]] | None = None
     ) -> dict[str, int]:
-        """How to launch a kernel, with no more columns at a time than there are."""
+        """The launch settings, with no more columns at a time than there are."""
         fit = fitting(launch, self.keys.shape[-1], self.values.shape[-1], self.keys.dtype, by_registers)
-        most = padded(self.geometry.columns)
-        return {name: min(number, most) if name == "COLUMNS" else number for name, number in fit.items()}
+        columns = padded(self.geometry.columns)
+        return {name: min(number, columns) if name == "COLUMNS" else number for name, number in fit.items()}

@@ -1,7 +1,7 @@
-"""Which pieces of keys each tile of queries retrieves, and which tiles retrieve each bucket: lists that loops read.
+"""Lists of the pieces of keys that each tile of queries retrieves, and of the tiles that retrieve each bucket.
 
-The pieces of a tile are in the order of the first rows that want them. What later rows want comes after all that an
-earlier row attends to, so its sums do not depend on them, not in a bit.
+The pieces of a tile are sorted by the first row that wants them. Pieces that only later rows want come after all that
+an earlier row attends to, so they do not change a bit of its sums.
 """
 
 from __future__ import annotations
@@ -20,41 +20,40 @@ from muse_attention.backends.triton.numbers import cdiv, power_of_two
 from muse_attention.backends.triton.runtime.launching import kernel
 
 _MOST_LISTED = 1 << 24
-"""Pieces that the lists of a head may have room for. Where all that could be retrieved is more, it comes in rounds: by
-head, because rounds are an order of sums, and a head's bits must not depend on its neighbours."""
+"""Most pieces in the lists of a head. If more could be retrieved, there are several rounds. The limit is per head:
+rounds order the sums, and a head's bits must not depend on other heads."""
 _SIZES = ("blocks", "seen_blocks", "key_clusters", "query_tiles", "shared_by")
 SIZES_OF_KEYS = ("length", "block_size", "blocks", "seen_blocks", "query_tiles", "key_room", "shared_by")
-"""What a kernel takes of `Geometry.sizes` to find the keys that a tile retrieves."""
+"""Sizes that a kernel needs to find the keys that a tile retrieves."""
 
 PIECE_SIZE = tl.constexpr(PIECE)
 NO_ROW = tl.constexpr(255)
 
 
 def ranges_of_columns(geometry: Geometry) -> list[tuple[int, int]]:
-    """Whole blocks of columns, few enough to list all their pieces; all of them if that is possible."""
+    """Ranges of columns, in whole blocks, small enough to list all their pieces; one range if that is possible."""
     blocks, columns = geometry.seen_blocks, geometry.config.key_clusters
-    of_block = geometry.blocks * geometry.query_tiles * (geometry.key_room // PIECE)
-    at_once = max(1, min(blocks, _MOST_LISTED // of_block))
+    pieces_per_block = geometry.blocks * geometry.query_tiles * (geometry.key_room // PIECE)
+    at_once = max(1, min(blocks, _MOST_LISTED // pieces_per_block))
     if geometry.is_causal and 2 * at_once >= blocks:
         at_once = blocks
     return [(begin * columns, min(begin + at_once, blocks) * columns) for begin in range(0, blocks, at_once)]
 
 
 def list_pieces(first_rows: Tensor, begin: int, end: int, order: Order, geometry: Geometry) -> dict[str, Any]:
-    """What each tile of queries retrieves of the columns `begin .. end - 1`, as kernels take it, by (H, nb, tiles, seen
-    blocks K) first rows.
+    """Arguments of kernels: what each tile of queries retrieves of the columns `begin .. end - 1`, from
+    (H, nb, tiles, seen blocks K) first rows.
 
-    `lists_ptr` are (H, room of all tiles) int32: pieces, each times 256 plus the first row that attends to it;
-    `listed_ptr`, (H, nb tiles) int32, how many there are. `room` is that of a tile; or, if it `GROWS` with the blocks
-    that a tile sees, that for each of these.
+    `lists_ptr`: (H, room of all tiles) int32, each piece times 256 plus the first row that attends to it; `listed_ptr`:
+    (H, nb tiles) int32, their number. `room` is that of a tile; if it `GROWS`, that of each block that the tile sees.
     """
     blocks, tiles = geometry.blocks, geometry.query_tiles
     pieces = geometry.key_room // PIECE
     grows = geometry.is_causal and end - begin == geometry.columns
     room = pieces if grows else (end - begin) // geometry.config.key_clusters * pieces
-    every = tiles * room * (blocks * (blocks - 1) // 2 if grows else blocks)
-    found = {
-        "lists_ptr": order.queries.new_empty(geometry.heads, every),
+    entries = tiles * room * (blocks * (blocks - 1) // 2 if grows else blocks)
+    lists = {
+        "lists_ptr": order.queries.new_empty(geometry.heads, entries),
         "listed_ptr": order.queries.new_empty(geometry.heads, blocks * tiles),
         "room": room,
         "GROWS": grows,
@@ -62,15 +61,15 @@ def list_pieces(first_rows: Tensor, begin: int, end: int, order: Order, geometry
     wanted = order.queries.new_empty(geometry.heads, blocks * tiles, geometry.columns)
     _list_pieces_of_tile[(blocks * tiles, geometry.heads)](
         first_rows_ptr=first_rows, tile_info_ptr=order.query_tile_info, key_starts_ptr=order.key_starts,
-        key_sizes_ptr=order.key_sizes, wanted_ptr=wanted, **found, begin=begin, end=end, **geometry.sizes(*_SIZES),
+        key_sizes_ptr=order.key_sizes, wanted_ptr=wanted, **lists, begin=begin, end=end, **geometry.sizes(*_SIZES),
         IS_CAUSAL=geometry.is_causal, ROWS=geometry.rows, COLUMNS=512, WANTED=64, num_warps=4, maxnreg=96,
     )  # fmt: skip
-    return found
+    return lists
 
 
 @triton.jit
 def begin_of_list(head, tile, blocks, query_tiles, room, GROWS: tl.constexpr):
-    """Where the list of a tile of a head begins."""
+    """The index at which the list of a tile begins."""
     block = tile // query_tiles
     if GROWS:
         before = block * (block - 1) // 2 * query_tiles + block * (tile % query_tiles)
@@ -81,7 +80,8 @@ def begin_of_list(head, tile, blocks, query_tiles, room, GROWS: tl.constexpr):
 
 @triton.jit
 def _load_wanted(columns_ptr, first_rows_ptr, key_starts_ptr, key_sizes_ptr, begin, number, WANTED: tl.constexpr):
-    """Of listed columns from `begin` on, [WANTED] each: the first row that wants them, their first piece, how many."""
+    """For listed columns from `begin` on, [WANTED] each: the first row that wants them, first piece, number of
+    pieces."""
     offs = begin + tl.arange(0, WANTED)  # [WANTED]
     mask = offs < number  # [WANTED]
     column = tl.load(columns_ptr + offs, mask=mask, other=0)  # [WANTED]
@@ -118,8 +118,8 @@ def _list_pieces_of_tile(
 
     # 1. The columns.
     wanted = 0
-    for at in range(begin, end, COLUMNS):
-        offs_column = at + tl.arange(0, COLUMNS)  # [COLUMNS]
+    for first in range(begin, end, COLUMNS):
+        offs_column = first + tl.arange(0, COLUMNS)  # [COLUMNS]
         first_row = tl.load(first_rows_ptr + offs_column, mask=offs_column < end, other=255).to(tl.int32)  # [COLUMNS]
         is_wanted = (first_row < NO_ROW).to(tl.int32)  # [COLUMNS]
         tl.store(wanted_ptr + wanted + tl.cumsum(is_wanted, 0) - 1, offs_column, mask=is_wanted > 0)
@@ -131,38 +131,38 @@ def _list_pieces_of_tile(
 
     # 2. How many pieces begin at each row.
     count = tl.zeros([ROWS], tl.int32)
-    for at in range(0, wanted, WANTED):
+    for first in range(0, wanted, WANTED):
         # [WANTED] each
         first_row, _, number = _load_wanted(
-            wanted_ptr, first_rows_ptr, key_starts_ptr, key_sizes_ptr, at, wanted, WANTED
+            wanted_ptr, first_rows_ptr, key_starts_ptr, key_sizes_ptr, first, wanted, WANTED
         )
         # [WANTED, ROWS]
         count += tl.sum(tl.where(first_row[:, None] == offs_row[None, :], number[:, None], 0), 0)
     tl.store(listed_ptr + tile, tl.sum(count, 0))
 
-    # 3. Where each goes.
+    # 3. Where each piece goes.
     place = tl.cumsum(count, 0) - count  # [ROWS]
     is_before = (offs_wanted[None, :] < offs_wanted[:, None]).to(tl.float16)  # [WANTED, WANTED]
-    for at in range(0, wanted, WANTED):
+    for first in range(0, wanted, WANTED):
         # [WANTED] each
         first_row, piece, number = _load_wanted(
-            wanted_ptr, first_rows_ptr, key_starts_ptr, key_sizes_ptr, at, wanted, WANTED
+            wanted_ptr, first_rows_ptr, key_starts_ptr, key_sizes_ptr, first, wanted, WANTED
         )
-        is_of = first_row[:, None] == offs_row[None, :]  # [WANTED, ROWS]
-        pieces = tl.where(is_of, number[:, None], 0)  # [WANTED, ROWS]
+        is_first_row = first_row[:, None] == offs_row[None, :]  # [WANTED, ROWS]
+        pieces = tl.where(is_first_row, number[:, None], 0)  # [WANTED, ROWS]
         # (Small integers: half precision is exact, and a product counts faster than a scan.)
         before = tl.dot(is_before, pieces.to(tl.float16), out_dtype=tl.float32).to(tl.int32)  # [WANTED, ROWS]
-        to = tl.sum(tl.where(is_of, before + place[None, :], 0), 1)  # [WANTED]
+        target = tl.sum(tl.where(is_first_row, before + place[None, :], 0), 1)  # [WANTED]
         entry = piece * 256 + first_row  # [WANTED]
         for extra in range(0, tl.max(number, 0)):
-            tl.store(lists_ptr + to + extra, entry + extra * 256, mask=extra < number)
+            tl.store(lists_ptr + target + extra, entry + extra * 256, mask=extra < number)
         place += tl.sum(pieces, 0)
 
 
 @triton.jit
 def load_listed(list_ptr, key_order_ptr, begin, number, KEYS: tl.constexpr):
-    """Of the keys of listed pieces from `begin` on, [KEYS] each: their positions, negative where there is no key, and
-    the first row that attends to them, 255 where there is none. `number` is that of all pieces."""
+    """For the keys of listed pieces from `begin` on, [KEYS] each: their positions, negative where there is no key, and
+    the first row that attends to them, 255 for none. `number` is the number of pieces."""
     offs_key = tl.arange(0, KEYS)  # [KEYS]
     offs_piece = begin + offs_key // PIECE_SIZE  # [KEYS]
     mask_piece = offs_piece < number  # [KEYS]
@@ -173,23 +173,23 @@ def load_listed(list_ptr, key_order_ptr, begin, number, KEYS: tl.constexpr):
 
 
 def list_tiles(first_rows: Tensor, order: Order, geometry: Geometry) -> dict[str, Any]:
-    """The tiles of queries that retrieve each bucket, as kernels take them, by (H, nb, tiles, seen blocks K) first
+    """Arguments of kernels: the tiles of queries that retrieve each bucket, from (H, nb, tiles, seen blocks K) first
     rows.
 
-    `lists_ptr` are (H, seen blocks K, nb tiles) int64: the first place of each tile times 2^16, plus its rows times
-    256, plus the first row that retrieves the bucket; `listed_ptr`, (H, seen blocks K) int32, how many there are.
+    `lists_ptr`: (H, seen blocks K, nb tiles) int64, the first place of each tile times 2^16, plus its rows times 256,
+    plus the first row that retrieves the bucket; `listed_ptr`: (H, seen blocks K) int32, their number.
     """
     shape = (geometry.heads, geometry.columns)
     tiles = geometry.blocks * geometry.query_tiles
     lists = order.queries.new_empty(*shape, tiles, dtype=torch.int64)
-    found = {"lists_ptr": lists, "listed_ptr": order.queries.new_empty(shape)}
+    arguments = {"lists_ptr": lists, "listed_ptr": order.queries.new_empty(shape)}
     columns = min(64, power_of_two(geometry.columns))
     _list_tiles_of_buckets[(cdiv(geometry.columns, columns), geometry.heads)](
-        first_rows_ptr=first_rows, tile_begin_ptr=order.query_tile_begin, tile_info_ptr=order.query_tile_info, **found,
-        tiles=tiles, columns=geometry.columns, **geometry.sizes("key_clusters", "query_tiles"),
+        first_rows_ptr=first_rows, tile_begin_ptr=order.query_tile_begin, tile_info_ptr=order.query_tile_info,
+        **arguments, tiles=tiles, columns=geometry.columns, **geometry.sizes("key_clusters", "query_tiles"),
         IS_CAUSAL=geometry.is_causal, COLUMNS=columns, TILES=64,
     )  # fmt: skip
-    return found
+    return arguments
 
 
 @kernel(stage="selection", do_not_specialize=["tiles", "columns", "key_clusters", "query_tiles"])
@@ -197,7 +197,7 @@ def _list_tiles_of_buckets(
     first_rows_ptr, tile_begin_ptr, tile_info_ptr, lists_ptr, listed_ptr, tiles, columns, key_clusters, query_tiles,
     IS_CAUSAL: tl.constexpr, COLUMNS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """Of some columns, the tiles that want them, in order.
+    """List the tiles that want each of some columns, in order.
 
     Grid: (columns / COLUMNS, H). `first_rows_ptr`: (H, nb tiles, columns) uint8; `tile_begin_ptr`, `tile_info_ptr`:
     (H, nb tiles) int32; the others as `list_tiles` returns them.
@@ -208,7 +208,7 @@ def _list_tiles_of_buckets(
     count = tl.zeros([COLUMNS], tl.int32)
     # (Blocks up to that of the first column do not see any.)
     begin = (tl.program_id(0) * COLUMNS // key_clusters + 1) * query_tiles if IS_CAUSAL else 0
-    of_columns = (head * columns + offs_column) * tiles  # [COLUMNS]
+    column_base = (head * columns + offs_column) * tiles  # [COLUMNS]
     for first in range(begin, tiles, TILES):
         tile = head * tiles + first + offs_tile  # [TILES]
         mask_tile = first + offs_tile < tiles  # [TILES]
@@ -220,7 +220,7 @@ def _list_tiles_of_buckets(
             start = tl.load(tile_begin_ptr + tile, mask=mask_tile, other=0).to(tl.int64)  # [TILES]
             rows = tl.load(tile_info_ptr + tile, mask=mask_tile, other=0) & 255  # [TILES]
             entry = (start * 256 + rows)[:, None] * 256 + first_row  # [TILES, COLUMNS]
-            to = of_columns[None, :] + count[None, :] + tl.cumsum(is_wanted, 0) - 1  # [TILES, COLUMNS]
-            tl.store(lists_ptr + to, entry, mask=is_wanted > 0)
+            target = column_base[None, :] + count[None, :] + tl.cumsum(is_wanted, 0) - 1  # [TILES, COLUMNS]
+            tl.store(lists_ptr + target, entry, mask=is_wanted > 0)
             count += number
     tl.store(listed_ptr + head * columns + offs_column, count, mask=mask_column)

@@ -1,4 +1,4 @@
-"""The queries of a tile as kernels read them: their residuals, laid out tile after tile, and logits against columns."""
+"""Residuals of the queries, stored tile by tile, and their logits against columns."""
 
 from __future__ import annotations
 
@@ -19,35 +19,35 @@ _SIZES = ("length", "block_size", "blocks", "query_clusters", "generations", "qu
 SIZES_OF_COLUMNS = (
     "length", "block_size", "blocks", "seen_blocks", "query_clusters", "key_clusters", "summarised", "query_tiles",
 )  # fmt: skip
-"""What a kernel takes of `Geometry.sizes` to find the columns of a tile."""
+"""Sizes that a kernel needs to find the columns of a tile."""
 
 
 @dataclass(frozen=True)
 class Residuals:
-    """Of all queries, in the order of places."""
+    """The residuals of all queries, in the order of places."""
 
     residuals: Tensor
     """(H, nb B, D)"""
     shift: Tensor
-    """(H, nb B): what the offset of keys, which means of keys lack, adds to all logits of a query"""
+    """(H, nb B): what the key offset adds to all logits of a query"""
     width: Tensor
     """(H, nb B): norms of the residuals in units of the spread of keys"""
 
     @property
     def arguments(self) -> dict[str, Tensor]:
-        """As kernels take them."""
+        """Arguments of kernels."""
         return {f"{name}_ptr": table for name, table in vars(self).items()}
 
 
 @dataclass(frozen=True)
 class RowSoftmax:
-    """What the gradients of keys and of summaries need of each query, in the order of places: pairs of its lse, less
-    what its logits lack, and its `delta`. Not written where a query sees no other block."""
+    """What the gradients of keys and of summaries need of each query, in the order of places: pairs of lse and `delta`.
+    Not written where a query sees no other block."""
 
-    of_keys: Tensor
+    for_keys: Tensor
     """(H, nb B, 2)"""
-    of_summaries: Tensor
-    """(H, nb B, 2): the lse less the shift; all summaries gain the same by a slope, which `delta` is less"""
+    for_summaries: Tensor
+    """(H, nb B, 2): the lse less the shift; `delta` less what the slope adds to every summary"""
 
     @classmethod
     def new(cls, residuals: Residuals) -> RowSoftmax:
@@ -56,7 +56,7 @@ class RowSoftmax:
 
     @property
     def arguments(self) -> dict[str, Tensor]:
-        """As kernels take them."""
+        """Arguments of kernels."""
         return {f"{name}_ptr": table for name, table in vars(self).items()}
 
 
@@ -65,17 +65,17 @@ def take_residuals(heads: Heads, key_spread: Tensor) -> Residuals:
     queries, order, geometry = heads.queries, heads.order, heads.geometry
     places = order.queries.shape
     wide = compute_dtype(queries.dtype)
-    found = Residuals(
+    residuals = Residuals(
         queries.new_empty(*places, queries.shape[-1]),
         queries.new_empty(places, dtype=wide),
         queries.new_empty(places, dtype=wide),
     )
     _take_residuals_of_tile[(geometry.blocks * geometry.query_tiles, geometry.heads)](
         queries_ptr=queries, centroids_ptr=heads.centroids, key_offset_ptr=heads.key_offset, key_spread_ptr=key_spread,
-        **order.of_queries, **found.arguments, **geometry.sizes(*_SIZES), SCALE=heads.scale,
+        **order.query_arguments, **residuals.arguments, **geometry.sizes(*_SIZES), SCALE=heads.scale,
         IS_CAUSAL=geometry.is_causal, ROWS=geometry.rows, D=queries.shape[-1], ACC=accumulator(queries.dtype),
     )  # fmt: skip
-    return found
+    return residuals
 
 
 @kernel(stage="sorting", do_not_specialize=_SIZES)
@@ -87,29 +87,29 @@ def _take_residuals_of_tile(
     """Grid: (nb tiles, H). `queries_ptr`: (H, N, D); `centroids_ptr`: (H, S, Q, D); `key_offset_ptr`: (G, D);
     `key_spread_ptr`: (G, S, D); orders and tiles as in `Order`; the others as in `Residuals`."""
     head = tl.program_id(1).to(tl.int64)
-    of_head = head * blocks * block_size
+    head_base = head * blocks * block_size
     # scalar, scalar, scalar
     begin, rows, cluster = load_tile(tile_begin_ptr, tile_info_ptr, head * tl.num_programs(0) + tl.program_id(0))
     if rows == 0:
         return
     offs_row, offs_d = tl.arange(0, ROWS), tl.arange(0, padded(D))  # [ROWS], [D]
     mask_row, mask_d = offs_row < rows, offs_d < D  # [ROWS], [D]
-    position = tl.load(query_order_ptr + of_head + begin + offs_row, mask=mask_row, other=0)  # [ROWS]
+    position = tl.load(query_order_ptr + head_base + begin + offs_row, mask=mask_row, other=0)  # [ROWS]
     query = load_rows(queries_ptr, head * length, position, mask_row, D)  # [ROWS, D]
     generation, _ = generation_of_block(tl.program_id(0) // query_tiles, IS_CAUSAL)
     row = (head * generations + generation) * query_clusters + cluster
     centroid = tl.load(centroids_ptr + row * D + offs_d, mask=mask_d, other=0.0).to(ACC)  # [D]
-    # (Less the centroid as summaries are taken at it: rounded.)
+    # (Summaries are taken at the rounded centroid.)
     centroid = centroid.to(queries_ptr.dtype.element_ty).to(ACC)
     residual = query.to(ACC) * SCALE - centroid[None, :]  # [ROWS, D]
     key_head = head // shared_by
     offset = tl.load(key_offset_ptr + key_head * D + offs_d, mask=mask_d, other=0.0).to(ACC)  # [D]
     ptrs = key_spread_ptr + (key_head * generations + generation) * D + offs_d  # [D]
     metric = tl.load(ptrs, mask=mask_d, other=0.0).to(ACC)  # [D]
-    to = of_head + begin + offs_row  # [ROWS]
-    tl.store(shift_ptr + to, tl.sum(residual * offset[None, :], 1), mask=mask_row)
-    tl.store(width_ptr + to, tl.sqrt(tl.sum(residual * residual * metric[None, :], 1)), mask=mask_row)
-    store_rows(residuals_ptr, of_head + begin, offs_row, mask_row, residual, D)
+    places = head_base + begin + offs_row  # [ROWS]
+    tl.store(shift_ptr + places, tl.sum(residual * offset[None, :], 1), mask=mask_row)
+    tl.store(width_ptr + places, tl.sqrt(tl.sum(residual * residual * metric[None, :], 1)), mask=mask_row)
+    store_rows(residuals_ptr, head_base + begin, offs_row, mask_row, residual, D)
 
 
 @triton.jit
@@ -121,14 +121,14 @@ def load_tile(tile_begin_ptr, tile_info_ptr, tile):
 
 @triton.jit
 def first_column(head, block, cluster, query_clusters, key_clusters, summarised, IS_CAUSAL: tl.constexpr):
-    """Where the columns of a query cluster begin that its queries of a block see."""
+    """The first column that the queries of a cluster and block see."""
     _, slot = generation_of_block(block, IS_CAUSAL)
     return ((head * query_clusters + cluster) * summarised + slot) * key_clusters
 
 
 @triton.jit
 def visible_columns(first, columns, own_block, key_clusters, COLUMNS: tl.constexpr, IS_CAUSAL: tl.constexpr):
-    """Of so many columns from `first` on, [COLUMNS]: their numbers, and whether a block sees them."""
+    """The columns from `first` on, [COLUMNS]: their numbers, and whether a block sees them."""
     offs_column = first + tl.arange(0, COLUMNS)  # [COLUMNS]
     mask_column = offs_column < columns  # [COLUMNS]
     if not IS_CAUSAL:
@@ -138,14 +138,14 @@ def visible_columns(first, columns, own_block, key_clusters, COLUMNS: tl.constex
 
 @triton.jit
 def score_columns(
-    residual, width, means, masses, deviations, most, SECOND_ORDER: tl.constexpr, ACC: tl.constexpr
+    residual, width, means, masses, deviations, limits, SECOND_ORDER: tl.constexpr, ACC: tl.constexpr
 ):  # fmt: skip
-    """[ROWS, COLUMNS]: logits of the queries against columns, without what the key offset adds, by the means of their
+    """[ROWS, COLUMNS]: logits of the queries against columns, without what the key offset adds, from the means of their
     keys, [COLUMNS, D], and what `load_numbers` returns."""
     logits = dot(residual, tl.trans(means), ACC) + masses[None, :]
     if SECOND_ORDER:
-        # `sigma^2 / 2` up to `most`, and from there on the line that continues it: so few keys cannot have more.
+        # `sigma^2 / 2` up to the limit, then the line that continues it: so few keys cannot have more.
         sigma = width[:, None] * deviations[None, :]  # [ROWS, COLUMNS]
-        within = tl.minimum(sigma, most[None, :])  # [ROWS, COLUMNS]
+        within = tl.minimum(sigma, limits[None, :])  # [ROWS, COLUMNS]
         logits += within * (sigma - 0.5 * within)
     return logits

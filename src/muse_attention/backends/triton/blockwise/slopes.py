@@ -1,7 +1,7 @@
 """How the values of summaries change with a query's residual: one matrix for all the buckets that a block sees.
 
-For each bucket that is the covariance of its keys and values, `sum w (k - mean) v^T`. It is a constant for the
-gradient.
+It is the weighted sum of the covariances of keys and values in the buckets, `sum w (k - mean) v^T`, and a constant for
+the gradient.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ SUM_SLOPES = {
 _PARTS = 4
 """Programs that share the keys of a block."""
 _DIMS = 16
-"""Rows of a matrix that one program adds up."""
-_OF_SUMS = ("length", "block_size", "key_clusters", "generations", "summarised", "shared_by")
-_OF_BLOCKS = ("blocks", "summarised")
+"""Rows of a matrix per program."""
+_SUM_SIZES = ("length", "block_size", "key_clusters", "generations", "summarised", "shared_by")
+_BLOCK_SIZES = ("blocks", "summarised")
 
 
 @dataclass(frozen=True)
 class Slopes:
-    """Of all blocks that see another; the rows of others are not written."""
+    """One slope for each block; not written for blocks that see no other."""
 
     matrix: Tensor
     """(H, nb, D, Dv)"""
@@ -61,36 +61,36 @@ class Slopes:
 
     @staticmethod
     def size(geometry: Geometry, head_dim: int, value_dim: int, dtype: torch.dtype) -> int:
-        """Integers that have room for all of it."""
+        """The number of integers that all of it needs."""
         return sum(_rooms(geometry, head_dim, value_dim, dtype)) if geometry.config.uses_first_order else 0
 
     @classmethod
     def of(cls, memory: Tensor, geometry: Geometry, head_dim: int, value_dim: int, dtype: torch.dtype) -> Slopes:
-        """Views of a tensor of integers of that size."""
+        """Views of a tensor of that many integers."""
         blocks, wide = (geometry.heads, geometry.blocks), compute_dtype(dtype)
         if not geometry.config.uses_first_order:  # of which nothing is read
             return cls(memory.new_empty(1, dtype=dtype), memory.new_empty(1, dtype=wide))
-        of_matrix, of_deviation = memory.split(_rooms(geometry, head_dim, value_dim, dtype))
+        matrix_memory, deviation_memory = memory.split(_rooms(geometry, head_dim, value_dim, dtype))
         return cls(
-            of_matrix.view(dtype)[: math.prod(blocks) * head_dim * value_dim].view(*blocks, head_dim, value_dim),
-            of_deviation.view(wide)[: math.prod(blocks)].view(blocks),
+            matrix_memory.view(dtype)[: math.prod(blocks) * head_dim * value_dim].view(*blocks, head_dim, value_dim),
+            deviation_memory.view(wide)[: math.prod(blocks)].view(blocks),
         )
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """As kernels take them."""
+        """Arguments of kernels."""
         return {"slope_ptr": self.matrix, "slope_deviation_ptr": self.deviation, "LARGEST_REACH": LARGEST_REACH}
 
 
 def _rooms(geometry: Geometry, head_dim: int, value_dim: int, dtype: torch.dtype) -> list[int]:
-    """Integers for the matrices and for the deviations."""
+    """The numbers of integers that matrices and deviations need."""
     blocks = geometry.heads * geometry.blocks
     sizes = [blocks * head_dim * value_dim * dtype.itemsize, blocks * compute_dtype(dtype).itemsize]
     return [size_of_tables([(cdiv(size, torch.int32.itemsize),)]) for size in sizes]
 
 
 def find_slopes(heads: Heads, key_assignment: Tensor, slopes: Slopes) -> None:
-    """Write those of keys in clusters, (G, N)."""
+    """Write the slopes. `key_assignment` is (G, N)."""
     keys, values, centroids, geometry = heads.keys, heads.values, heads.centroids, heads.geometry
     _, generations, clusters, head_dim = centroids.shape
     centres = torch.empty_like(centroids[:, :, :1])
@@ -102,15 +102,15 @@ def find_slopes(heads: Heads, key_assignment: Tensor, slopes: Slopes) -> None:
     slots = (geometry.heads, geometry.generations.summarised_blocks)
     sums = centroids.new_empty(*slots, _PARTS, head_dim, values.shape[-1])
     largest, total, moment = (sums.new_empty(slots) for _ in range(3))
-    of_slots = {"sums_ptr": sums, "largest_ptr": largest, "total_ptr": total, "moment_ptr": moment}
+    slot_tables = {"sums_ptr": sums, "largest_ptr": largest, "total_ptr": total, "moment_ptr": moment}
     _sum_slopes_of_part[(_PARTS, *reversed(slots))](
         keys_ptr=keys, values_ptr=values, key_assignment_ptr=key_assignment, centres_ptr=centres,
-        key_offset_ptr=heads.key_offset, numbers_ptr=columns.numbers, key_mean_ptr=columns.key_mean, **of_slots,
-        **geometry.sizes(*_OF_SUMS), IS_CAUSAL=geometry.is_causal,
+        key_offset_ptr=heads.key_offset, numbers_ptr=columns.numbers, key_mean_ptr=columns.key_mean, **slot_tables,
+        **geometry.sizes(*_SUM_SIZES), IS_CAUSAL=geometry.is_causal,
         KP=padded(geometry.config.key_clusters), **heads.compiled, **heads.fit(SUM_SLOPES),
     )  # fmt: skip
     _add_slopes_of_blocks[(cdiv(head_dim, _DIMS), geometry.blocks, geometry.heads)](
-        **of_slots, slope_ptr=slopes.matrix, slope_deviation_ptr=slopes.deviation, **geometry.sizes(*_OF_BLOCKS),
+        **slot_tables, slope_ptr=slopes.matrix, slope_deviation_ptr=slopes.deviation, **geometry.sizes(*_BLOCK_SIZES),
         IS_CAUSAL=geometry.is_causal, LARGEST=torch.finfo(keys.dtype).max, DIMS=_DIMS, PARTS=_PARTS,
         BLOCKS=power_of_two(geometry.seen_blocks), num_warps=4, **heads.compiled,
     )  # fmt: skip
@@ -120,7 +120,7 @@ def find_slopes(heads: Heads, key_assignment: Tensor, slopes: Slopes) -> None:
 def _find_centre(
     centroids_ptr, centres_ptr, clusters, TILT: tl.constexpr, D: tl.constexpr, QP: tl.constexpr, ACC: tl.constexpr
 ):
-    """A part of the mean centroid of a generation.
+    """The mean centroid of a generation, times `TILT`.
 
     Grid: (S, H). `centroids_ptr`: (H, S, Q, D); `centres_ptr`: (H, S, 1, D).
     """
@@ -130,7 +130,7 @@ def _find_centre(
     tl.store(centres_ptr + row * D + offs_d, tl.sum(centroids, 0) * TILT / clusters.to(ACC), mask=offs_d < D)
 
 
-@kernel(stage="summaries", do_not_specialize=_OF_SUMS)
+@kernel(stage="summaries", do_not_specialize=_SUM_SIZES)
 def _sum_slopes_of_part(
     keys_ptr, values_ptr, key_assignment_ptr, centres_ptr, key_offset_ptr, numbers_ptr, key_mean_ptr, sums_ptr,
     largest_ptr, total_ptr, moment_ptr, length, block_size, key_clusters, generations, summarised, shared_by,
@@ -152,17 +152,17 @@ def _sum_slopes_of_part(
     centre = tl.load(centres_ptr + (head * generations + generation) * D + offs_d, mask=offs_d < D, other=0.0)  # [D]
     centre = centre.to(keys_ptr.dtype.element_ty).to(ACC)
     offset = tl.load(key_offset_ptr + key_head * D + offs_d, mask=offs_d < D, other=0.0).to(ACC)  # [D]
-    of_slot = (head * summarised + slot) * key_clusters
+    slot_base = (head * summarised + slot) * key_clusters
     offs_cluster = tl.arange(0, KP)
-    masses, deviations, _, _ = load_numbers(numbers_ptr, of_slot, offs_cluster, offs_cluster < key_clusters)
+    masses, deviations, _, _ = load_numbers(numbers_ptr, slot_base, offs_cluster, offs_cluster < key_clusters)
     largest = tl.max(masses, 0)
     shift = tl.where(largest == float("-inf"), 0.0, largest)
     if part == 0:
         shares = exp_of_less(masses, shift)  # [KP]
-        at = head * summarised + slot
-        tl.store(largest_ptr + at, largest)
-        tl.store(total_ptr + at, tl.sum(shares, 0))
-        tl.store(moment_ptr + at, tl.sum(shares * deviations * deviations, 0))
+        index = head * summarised + slot
+        tl.store(largest_ptr + index, largest)
+        tl.store(total_ptr + index, tl.sum(shares, 0))
+        tl.store(moment_ptr + index, tl.sum(shares * deviations * deviations, 0))
 
     sums = tl.zeros([padded(D), padded(DV)], ACC)  # [D, DV]
     rows = tl.cdiv(tl.cdiv(block_size, tl.num_programs(0)), KEYS) * KEYS
@@ -173,24 +173,24 @@ def _sum_slopes_of_part(
         values = load_rows(values_ptr, key_head * length + begin, offs_key, mask_key, DV)  # [KEYS, DV]
         logits = tl.sum(keys * centre[None, :], 1)  # [KEYS]
         weights = tl.where(mask_key, exp_of_less(logits, shift), 0.0)  # [KEYS]
-        # Each key less its mean, not sums less those of means: their weights are rounded another way, and a large
-        # residual would amplify the difference. (Means are less the offset.)
+        # The mean is subtracted from each key, not from sums: their weights are rounded differently, and a large
+        # residual would amplify the difference. (Means are stored without the offset.)
         cluster = tl.load(key_assignment_ptr + key_head * length + begin + offs_key, mask=mask_key, other=0)  # [KEYS]
-        means = load_rows(key_mean_ptr, of_slot, in_range(cluster, key_clusters), mask_key, D).to(ACC)  # [KEYS, D]
+        means = load_rows(key_mean_ptr, slot_base, in_range(cluster, key_clusters), mask_key, D).to(ACC)  # [KEYS, D]
         weighted = (keys - offset[None, :] - means) * weights[:, None]  # [KEYS, D]
         sums = add_dot(tl.trans(weighted.to(values.dtype)), values, sums)
-    at = (head * summarised + slot) * tl.num_programs(0) + part
+    index = (head * summarised + slot) * tl.num_programs(0) + part
     mask = (offs_d < D)[:, None] & (offs_x < DV)[None, :]  # [D, DV]
-    tl.store(sums_ptr + at * D * DV + offs_d[:, None] * DV + offs_x[None, :], sums, mask=mask)
+    tl.store(sums_ptr + index * D * DV + offs_d[:, None] * DV + offs_x[None, :], sums, mask=mask)
 
 
-@kernel(stage="summaries", do_not_specialize=_OF_BLOCKS)
+@kernel(stage="summaries", do_not_specialize=_BLOCK_SIZES)
 def _add_slopes_of_blocks(
     sums_ptr, largest_ptr, total_ptr, moment_ptr, slope_ptr, slope_deviation_ptr, blocks, summarised,
     IS_CAUSAL: tl.constexpr, LARGEST: tl.constexpr, DIMS: tl.constexpr, PARTS: tl.constexpr, BLOCKS: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """Some rows of the matrix of a block: sums over all blocks that it sees, as one softmax.
+    """Some rows of the matrix of a block: the sums of all blocks that it sees, weighted as one softmax.
 
     Grid: (D / DIMS, nb, H). `slope_ptr`: (H, nb, D, DV); `slope_deviation_ptr`: (H, nb); the others as in
     `_sum_slopes_of_part`.
@@ -223,23 +223,23 @@ def _add_slopes_of_blocks(
         for part in range(0, PARTS):
             slope += share * tl.load(sums_ptr + ((first + block) * PARTS + part) * D * DV + offs, mask=mask, other=0.0)
     slope *= inverse
-    # What is not finite must poison what attends to it, not all that has a slope.
+    # What is not finite must poison what attends to it, not every query with a slope.
     slope = tl.where(tl.abs(slope) < LARGEST, slope, 0.0)
-    at = head * blocks + own_block
-    tl.store(slope_ptr + at * D * DV + offs, slope, mask=mask)
+    index = head * blocks + own_block
+    tl.store(slope_ptr + index * D * DV + offs, slope, mask=mask)
     if tl.program_id(0) == 0:
-        tl.store(slope_deviation_ptr + at, tl.sqrt(finite_square(moment * inverse)))
+        tl.store(slope_deviation_ptr + index, tl.sqrt(finite_square(moment * inverse)))
 
 
 @triton.jit
 def load_slope(
-    slope_ptr, slope_deviation_ptr, of_block, residual, width, LARGEST_REACH: tl.constexpr, D: tl.constexpr,
+    slope_ptr, slope_deviation_ptr, block_index, residual, width, LARGEST_REACH: tl.constexpr, D: tl.constexpr,
     DV: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """The matrix of a block, [D, DV]; what residuals are multiplied by, [ROWS]; and what values gain, [ROWS, DV]."""
+    """The matrix of a block, [D, DV]; the factor that limits residuals, [ROWS]; and what values gain, [ROWS, DV]."""
     offs_d = tl.arange(0, padded(D))  # [D]
-    slope = load_rows(slope_ptr, of_block * D, offs_d, offs_d < D, DV)  # [D, DV]
-    reach = width * tl.load(slope_deviation_ptr + of_block)  # [ROWS]
+    slope = load_rows(slope_ptr, block_index * D, offs_d, offs_d < D, DV)  # [D, DV]
+    reach = width * tl.load(slope_deviation_ptr + block_index)  # [ROWS]
     factor = LARGEST_REACH / tl.maximum(reach, LARGEST_REACH)  # [ROWS]
-    off = (residual.to(ACC) * factor[:, None]).to(slope.dtype)  # [ROWS, D]
-    return slope, factor, dot(off, slope, ACC)
+    limited = (residual.to(ACC) * factor[:, None]).to(slope.dtype)  # [ROWS, D]
+    return slope, factor, dot(limited, slope, ACC)

@@ -1,4 +1,4 @@
-"""Each bucket as the query centroids that may see it do: log-mass, means of keys and values, expected error."""
+"""Summaries of each bucket for the query centroids that may see it: log-mass, means of keys and values, error."""
 
 from __future__ import annotations
 
@@ -40,22 +40,22 @@ class Columns:
 
     numbers: Tensor
     """(H, Q, T, K, 4): the log-mass; the *deviation*, the square root of the spread of the keys under the summary's
-    weights; the *most* that a deviation can matter, `sqrt(2 log n)` of `n` keys; and the *fear*, the logarithm of
-    `feared / sqrt(n / mean n)`: the deviation, at least that of a share of the plain spread, by what the keys cost"""
+    weights; the *deviation limit*, beyond which mass no longer grows with the square, `sqrt(2 log n)` for `n` keys; and
+    the *log error*, that of the error deviation (at least a share of the plain spread) divided by `sqrt(n / mean n)`"""
     key_mean: Tensor
-    """(H, Q, T, K, D), less the key offset"""
+    """(H, Q, T, K, D), without the key offset"""
     value_mean: Tensor
     """(H, Q, T, K, Dv)"""
 
     @property
     def arguments(self) -> dict[str, Tensor]:
-        """As kernels take them."""
+        """Arguments of kernels."""
         return {f"{name}_ptr": table for name, table in vars(self).items()}
 
 
 @dataclass(frozen=True)
 class ColumnGradients:
-    """The gradient of a log-mass is taken at fixed sums instead of fixed means, unless the weights are constants."""
+    """The gradient of a log-mass is taken with sums instead of means fixed, unless the weights are constants."""
 
     log_mass: Tensor
     key_mean: Tensor
@@ -76,7 +76,7 @@ class ColumnGradients:
 
 
 def summarise(heads: Heads, centroids: Tensor) -> Columns:
-    """For these (H, S, Q, D) centroids."""
+    """Summaries for (H, S, Q, D) centroids."""
     keys, geometry = heads.keys, heads.geometry
     config, generations = geometry.config, geometry.generations
     clusters = centroids.shape[2]
@@ -90,7 +90,7 @@ def summarise(heads: Heads, centroids: Tensor) -> Columns:
     chunks = cdiv(generations.number * clusters, launch["ROWS"])
     _summarise_bucket[(geometry.columns, chunks, geometry.heads)](
         keys_ptr=keys, values_ptr=heads.values, centroids_ptr=centroids, key_offset_ptr=heads.key_offset,
-        **heads.order.of_buckets, **columns.arguments, **geometry.sizes(*_SIZES), query_clusters=clusters,
+        **heads.order.bucket_arguments, **columns.arguments, **geometry.sizes(*_SIZES), query_clusters=clusters,
         mean_size=config.mean_bucket, LEAST_PLAIN=LEAST_PLAIN_SPREAD, IS_CAUSAL=geometry.is_causal, **heads.compiled,
         **launch,
     )  # fmt: skip
@@ -99,8 +99,8 @@ def summarise(heads: Heads, centroids: Tensor) -> Columns:
 
 @triton.jit
 def load_numbers(numbers_ptr, first, offs_column, mask_column):
-    """[COLUMNS] each: log-masses, deviations, most and fear of columns `first + offs_column`, as in `Columns`. What is
-    masked has no mass and is not feared. Loaded once, as by `load_once`."""
+    """[COLUMNS] each: log-masses, deviations, deviation limits and log errors of columns `first + offs_column`, as in
+    `Columns`; masses and log errors are -inf where masked. Loaded once, as by `load_once`."""
     COLUMNS: tl.constexpr = offs_column.shape[0]
     offs = tl.arange(0, 4)[None, :]  # [1, 4]
     ptrs = numbers_ptr + first * 4 + offs_column[:, None] * 4 + offs  # [COLUMNS, 4]
@@ -108,9 +108,9 @@ def load_numbers(numbers_ptr, first, offs_column, mask_column):
     other = tl.broadcast_to(other, (COLUMNS, 4))
     numbers = tl.reshape(tl.load(ptrs, mask=mask_column[:, None], other=other), (COLUMNS, 2, 2))
     even, odd = tl.split(numbers)  # [COLUMNS, 2] each
-    masses, most = tl.split(even)
-    deviations, fear = tl.split(odd)
-    return masses, deviations, most, fear
+    masses, limits = tl.split(even)
+    deviations, log_error = tl.split(odd)
+    return masses, deviations, limits, log_error
 
 
 @kernel(stage="summaries", do_not_specialize=[*_SIZES, "query_clusters", "mean_size"])
@@ -120,7 +120,7 @@ def _summarise_bucket(
     shared_by, mean_size, LEAST_PLAIN: tl.constexpr, IS_CAUSAL: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """One bucket, as some of the query centroids that may see it do.
+    """Summaries of one bucket for some of the query centroids that may see it.
 
     Grid: (seen blocks K, S Q / ROWS, H). `keys_ptr`: (G, N, D); `values_ptr`: (G, N, DV); `centroids_ptr`:
     (H, S, Q, D); `key_offset_ptr`: (G, D); `key_order_ptr`: (G, seen blocks, room) int32; `key_starts_ptr`,
@@ -135,13 +135,13 @@ def _summarise_bucket(
     all_rows = generations * query_clusters
     if first_row >= all_rows:
         return
-    of_bucket = key_head * seen_blocks * key_clusters + bucket
-    size = tl.load(key_sizes_ptr + of_bucket)
-    key_order_ptr += key_head * seen_blocks * key_room + tl.load(key_starts_ptr + of_bucket)
+    bucket_index = key_head * seen_blocks * key_clusters + bucket
+    size = tl.load(key_sizes_ptr + bucket_index)
+    key_order_ptr += key_head * seen_blocks * key_room + tl.load(key_starts_ptr + bucket_index)
     offs_d, offs_key, offs_row = tl.arange(0, padded(D)), tl.arange(0, KEYS), tl.arange(0, ROWS)  # [D], [KEYS], [ROWS]
     mask_row = first_row + offs_row < all_rows  # [ROWS]
     offset = tl.load(key_offset_ptr + key_head * D + offs_d, mask=offs_d < D, other=0.0).to(ACC)  # [D]
-    # What squares are about: a key of the bucket, so that little cancels. One that is not finite must poison what
+    # Squares are taken about a key of the bucket, so that little cancels. One that is not finite must poison what
     # attends to it, not the spread of its bucket.
     member = tl.load(key_order_ptr, mask=size > 0, other=0)
     point = tl.load(keys_ptr + (key_head * length + member) * D + offs_d, mask=offs_d < D, other=0.0).to(ACC)  # [D]
@@ -159,12 +159,12 @@ def _summarise_bucket(
     plain_moment = 0.0
     for begin in range(0, size, KEYS):
         mask_key = begin + offs_key < size  # [KEYS]
-        at = tl.load(key_order_ptr + begin + offs_key, mask=mask_key, other=0)  # [KEYS]
-        keys = load_rows(keys_ptr, key_head * length, at, mask_key, D)  # [KEYS, D]
-        values = load_rows(values_ptr, key_head * length, at, mask_key, DV)  # [KEYS, DV]
-        off = tl.where(mask_key[:, None], keys.to(ACC) - point[None, :], 0.0)  # [KEYS, D]
-        squared = tl.sum(off * off, 1)  # [KEYS]
-        plain_sum += tl.sum(off, 0)
+        key_position = tl.load(key_order_ptr + begin + offs_key, mask=mask_key, other=0)  # [KEYS]
+        keys = load_rows(keys_ptr, key_head * length, key_position, mask_key, D)  # [KEYS, D]
+        values = load_rows(values_ptr, key_head * length, key_position, mask_key, DV)  # [KEYS, DV]
+        from_point = tl.where(mask_key[:, None], keys.to(ACC) - point[None, :], 0.0)  # [KEYS, D]
+        squared = tl.sum(from_point * from_point, 1)  # [KEYS]
+        plain_sum += tl.sum(from_point, 0)
         plain_moment += tl.sum(squared, 0)
         logits = dot(centroid, tl.trans(keys), ACC)  # [ROWS, KEYS]
         logits = tl.where(mask_key[None, :], logits, float("-inf"))
@@ -173,7 +173,7 @@ def _summarise_bucket(
         weights = exp_of_less(logits, shift[:, None])  # [ROWS, KEYS]
         kept = tl.exp(largest - shift)  # [ROWS]
         total = total * kept + tl.sum(weights, 1)
-        # (Means are divided by the sum of the weights they are made of, or what should cancel does not.)
+        # (Means are divided by the sum of the rounded weights, as the products use them: rounding cancels.)
         weights = weights.to(keys.dtype)
         rounded_total = rounded_total * kept + tl.sum(weights.to(ACC), 1)
         moment = moment * kept + tl.sum(weights.to(ACC) * squared[None, :], 1)
@@ -185,9 +185,9 @@ def _summarise_bucket(
     is_empty = total == 0  # [ROWS]
     inverse = 1.0 / tl.where(is_empty, 1.0, rounded_total)  # [ROWS]
     key_sum = tl.where(is_empty[:, None], 0.0, key_sum * inverse[:, None])
-    off_point = tl.where(is_empty[:, None], 0.0, key_sum - point[None, :])  # [ROWS, D]
+    mean_from_point = tl.where(is_empty[:, None], 0.0, key_sum - point[None, :])  # [ROWS, D]
     # (Columns beyond D are 0 in all of these.)
-    spread = finite_square(moment * inverse - tl.sum(off_point * off_point, 1)) / D  # [ROWS]
+    spread = finite_square(moment * inverse - tl.sum(mean_from_point * mean_from_point, 1)) / D  # [ROWS]
     plain_sum /= tl.maximum(size, 1)
     plain = finite_square(plain_moment / tl.maximum(size, 1) - tl.sum(plain_sum * plain_sum, 0)) / D
     spread = tl.where(size > 1, spread, 0.0)
@@ -199,16 +199,16 @@ def _summarise_bucket(
     slot = block + first_summary(generation) if IS_CAUSAL else block + generation * 0  # [ROWS]
     cluster = (first_row + offs_row) % query_clusters  # [ROWS]
     offs = (cluster * summarised + slot) * key_clusters + key_cluster  # [ROWS]
-    of_head = head * query_clusters * summarised * key_clusters
+    head_base = head * query_clusters * summarised * key_clusters
     mass = tl.where(is_empty, float("-inf"), largest + tl.log(total))  # [ROWS]
-    feared = tl.sqrt(tl.maximum(spread, LEAST_PLAIN * plain))  # [ROWS]
-    numbers_ptr += (of_head + offs) * 4  # [ROWS]
+    error_deviation = tl.sqrt(tl.maximum(spread, LEAST_PLAIN * plain))  # [ROWS]
+    numbers_ptr += (head_base + offs) * 4  # [ROWS]
     tl.store(numbers_ptr, mass, mask=mask_row)
     tl.store(numbers_ptr + 1, tl.sqrt(spread), mask=mask_row)
     tl.store(numbers_ptr + 2, tl.sqrt(2.0 * tl.log(number)) + tl.zeros([ROWS], ACC), mask=mask_row)
-    # (Finite: a tolerance of 0 is reached without any fear.)
-    fear = tl.maximum(tl.log(feared * tl.sqrt(mean_size / number)), -1e30)  # [ROWS]
-    tl.store(numbers_ptr + 3, fear, mask=mask_row)
+    # (Finite: a tolerance of 0 is reached without any error.)
+    log_error = tl.maximum(tl.log(error_deviation * tl.sqrt(mean_size / number)), -1e30)  # [ROWS]
+    tl.store(numbers_ptr + 3, log_error, mask=mask_row)
     key_mean = tl.where(is_empty[:, None], 0.0, key_sum - offset[None, :])  # [ROWS, padded(D)]
-    store_rows(key_mean_ptr, of_head, offs, mask_row, key_mean, D)
-    store_rows(value_mean_ptr, of_head, offs, mask_row, value_sum * inverse[:, None], DV)
+    store_rows(key_mean_ptr, head_base, offs, mask_row, key_mean, D)
+    store_rows(value_mean_ptr, head_base, offs, mask_row, value_sum * inverse[:, None], DV)

@@ -1,1 +1,1 @@
-"""How kernels are launched: noted once for a set of shapes, then replayed."""
+"""Kernel launches: recorded once for a set of shapes, then replayed."""

@@ -1,4 +1,4 @@
-"""What the GPU at hand has, as far as the settings of a launch depend on it."""
+"""Properties of the GPU on which launch settings depend."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ class Chip:
     threads_of_warp: int
 
     def warps(self, number: int) -> int:
-        """As many as have the threads of `number` warps of 32."""
+        """The number of warps with as many threads as `number` warps of 32."""
         return max(1, number * 32 // self.threads_of_warp)
 
 
 MEASURED = Chip(has_shared_operands=True, threads_of_warp=32)
-"""Hopper: all settings of launches that are not for another chip were measured there."""
+"""Hopper: launch settings were measured there, unless they are for another chip."""
 
 
 def current_chip() -> Chip:
-    """That of the current device; the interpreter takes what was measured."""
+    """The chip of the current device; for the interpreter, `MEASURED`."""
     if triton.knobs.runtime.interpret:
         return MEASURED
     return chip_of(triton.runtime.driver.active.get_current_target())

@@ -1,4 +1,4 @@
-"""Kernels: how one is declared, and what a launch of one is."""
+"""Declaration of kernels, and their launches."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from muse_attention.backends.triton.runtime.chips import current_chip
 from muse_attention.backends.triton.runtime.stages import Stage
 
 ALIGNMENT = 16
-"""Triton compiles another kernel for pointers that are no multiples of so many bytes, and for such integers."""
+"""Bytes. Triton compiles another kernel for pointers, and integers, that are not multiples of it."""
 _OPTIONS = ("num_warps", "num_stages", "maxnreg")
-"""What a launch tells the compiler beside the arguments of the kernel."""
+"""What a launch tells the compiler besides the arguments of the kernel."""
 
 
 class Launch(NamedTuple):
@@ -32,7 +32,7 @@ class Launch(NamedTuple):
     """`num_warps`, `num_stages`, `maxnreg`"""
 
     def now(self) -> CompiledKernel | None:
-        """What was launched, as Triton compiled it; Triton's interpreter compiles nothing."""
+        """Launch it. Returns the compiled kernel; None under Triton's interpreter."""
         compiled = self.kernel.function[self.grid](*self.arguments, **self.options)
         return compiled if isinstance(compiled, CompiledKernel) else None
 
@@ -71,12 +71,12 @@ class Kernel:
 
 
 def kernel(*, stage: Stage, do_not_specialize: Sequence[str]) -> Callable[[Callable[..., None]], Kernel]:
-    """As `triton.jit`, for what is launched; functions that kernels call are `triton.jit`."""
+    """Like `triton.jit`, for kernels that are launched; functions that they call use `triton.jit`."""
     return functools.partial(Kernel, stage=stage, do_not_specialize=do_not_specialize)
 
 
 def stages_of_kernels() -> dict[str, Stage]:
-    """The stage of each kernel that was imported, by the kernel's name."""
+    """The stage of each imported kernel, by the kernel's name."""
     return {name: kernel.stage for name, kernel in _kernels.items()}
 
 
@@ -86,7 +86,7 @@ _here = threading.local()
 
 @contextmanager
 def noted() -> Iterator[list[Launch]]:
-    """The list of the launches that this thread makes meanwhile on tensors without memory (of the device `meta`)."""
+    """A list of the launches that this thread makes within the context on tensors without memory (device `meta`)."""
     _here.notes = []
     try:
         yield _here.notes

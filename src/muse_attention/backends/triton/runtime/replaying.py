@@ -1,12 +1,12 @@
-"""Launches that come again with the same addresses, as one CUDA graph.
+"""CUDA graphs of lists of launches that recur with the same addresses.
 
-With short sequences the host needs longer to launch the kernels of a call than the GPU to run them. But PyTorch's
-allocator gives a training step the memory that it gave the step before, so a list of launches soon comes again with
-every address the same. The second time it is captured, and from then on it is replayed: one call of the driver.
+With short sequences the host takes longer to launch the kernels of a call than the GPU to run them. But PyTorch's
+allocator gives each training step the same memory as the step before, so a list of launches soon recurs with every
+address the same. The second time it is captured, and from then on it is replayed by one call of the driver.
 
 Such a graph owns no tensor and keeps no memory of PyTorch's. (The driver needs some 200 kB for it.) It is replayed only
-if all tensors of a call lie at its addresses, and then it is what that call would have launched. While someone captures
-a graph of their own, launches go into it one by one.
+if all tensors of a call have its addresses, and then runs exactly what that call would launch. While the user captures
+a graph, launches go into it one by one.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ import torch
 MOST_KEPT = 128
 """Graphs of one list, at most: enough for one in each layer of a model."""
 _MOST_REMEMBERED = 1024
-"""Addresses of a list that came once."""
+"""Most address lists remembered after one call."""
 _LONG_UNUSED = 8 * MOST_KEPT
-"""Calls of a list after which a graph that was not replayed makes room for another."""
+"""Calls without a replay after which a graph makes room for another."""
 _NON_BLOCKING = 1
 """A stream that does not wait for the default stream (`CU_STREAM_NON_BLOCKING`)."""
 
@@ -43,7 +43,7 @@ class Replays:
     """The graphs of one list of launches."""
 
     def __init__(self, capture: Callable[[Launch], Launch | None] | None = None) -> None:
-        """`capture` makes the replay of what it is handed, or None if that cannot be."""
+        """`capture` returns the replay of a launch, or None if it cannot be captured."""
         self._capture = capture or _captured
         self._graphs: dict[tuple[int, ...], _Graph] = {}
         self._remembered: dict[tuple[int, ...], None] = {}
@@ -52,8 +52,8 @@ class Replays:
         self._may_capture = torch.version.hip is None
 
     def find(self, addresses: tuple[int, ...], launch: Launch) -> Launch | None:
-        """The replay of `launch()`, which launches the same kernels with the same arguments whenever the addresses are
-        the same; None if it has to be called."""
+        """The replay of `launch`, or None if `launch` has to be called. `launch()` must launch the same kernels with
+        the same arguments whenever the addresses are the same."""
         if not self._may_capture or torch.cuda.is_current_stream_capturing():
             return None
         with _lock:
@@ -123,8 +123,8 @@ def _captured(launch: Launch) -> Launch | None:
 
 @functools.cache
 def _stream_of_captures(device: int) -> torch.cuda.Stream | None:
-    """A stream that nobody else has. (What another thread does on it meanwhile would become a part of the graph, and
-    PyTorch hands its own streams to everyone in turn.)"""
+    """A stream of our own: work that another thread put on it would become part of the graph, and PyTorch shares its
+    streams."""
     handle = ctypes.c_void_p()
     try:
         error = ctypes.CDLL("libcuda.so.1").cuStreamCreate(ctypes.byref(handle), _NON_BLOCKING)

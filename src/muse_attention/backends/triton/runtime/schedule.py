@@ -1,14 +1,13 @@
-"""A function of tensors that only makes tensors and launches kernels, turned into a list of launches.
+"""Schedules: a function that only allocates tensors and launches kernels, turned into a list of launches.
 
-Which kernels run, on what grids, and where their arguments lie depends on the shapes of the inputs and on the settings,
-never on data. So the function is run once for each of these, on tensors without memory, and its launches are noted.
-They tell how long each intermediate result is needed, and all of them share one workspace. A call then allocates its
-outputs and the workspace, and goes through the list: no argument is bound or classified again, and nothing is computed
-on the host but addresses.
+The kernels, their grids and the places of their arguments depend on the shapes of the inputs and on the settings, never
+on data. So the function runs once for each combination, on tensors without memory, and its launches are recorded. They
+show how long each intermediate result is needed, so that all can share one workspace. A call then allocates its outputs
+and the workspace, and runs the list: no argument is bound or classified again, and the host computes only addresses.
 
-The first pass through a list goes through Triton, which compiles what is new. Later ones hand addresses to the compiled
-kernels, all at once where the same addresses come again (`replaying`). Where a Triton is not known to take them, or
-someone listens to launches (profilers of Triton, its hooks), every launch goes the public way.
+The first run of a list goes through Triton, which compiles new kernels. Later ones pass addresses to the compiled
+kernels, in one CUDA graph if the same addresses recur (`replaying`). If this version of Triton is not known to accept
+them, or launches are observed (profilers of Triton, its hooks), every launch goes through Triton's public interface.
 """
 
 from __future__ import annotations
@@ -30,20 +29,20 @@ from muse_attention.backends.triton.runtime.launching import ALIGNMENT, Launch, 
 from muse_attention.backends.triton.runtime.replaying import Replays
 
 _STEP = 512
-"""Bytes at multiples of which intermediate results begin, as PyTorch's own do."""
+"""Alignment of intermediate results in bytes, as in PyTorch."""
 _MOST_KEPT = 1024
-"""Lists kept: for so many combinations of shapes and settings, three for a length that is trained on. The oldest go
-first. To make one takes some milliseconds."""
+"""Lists kept, one for each combination of shapes and settings; training at one length needs three. The oldest are
+dropped first. Making one takes a few milliseconds."""
 _DIRECT = ("3.6.", "3.7.", "3.8.", "3.9.")
-"""Versions of Triton whose compiled kernels are called as in `_way_in`."""
+"""Versions of Triton whose compiled kernels `_entry_point` can call."""
 
 Function = Callable[..., tuple[Tensor, ...]]
 
 
 def run(function: Function, tensors: Sequence[Tensor | None], settings: tuple[Hashable, ...]) -> tuple[Tensor, ...]:
-    """`function(*tensors, *settings)`: new tensors, each with memory of its own. It may write to its inputs, too.
+    """`function(*tensors, *settings)`: new tensors, each with its own memory. It may also write to its inputs.
 
-    All `tensors` are contiguous and `aligned`, and the first is one.
+    All `tensors` are contiguous and `aligned`, and the first is not None.
     """
     assert tensors[0] is not None
     device = tensors[0].device
@@ -68,8 +67,8 @@ def run(function: Function, tensors: Sequence[Tensor | None], settings: tuple[Ha
 
 
 def aligned(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Contiguous, and where kernels expect memory to begin: for other addresses Triton compiles other kernels, which
-    may sum in another order."""
+    """Contiguous, at an address that kernels expect: for other addresses Triton compiles other kernels, which may sum
+    in another order."""
     if dtype is not None and tensor.dtype != dtype:
         tensor = tensor.to(dtype)
     tensor = tensor.contiguous()
@@ -83,7 +82,8 @@ _lock = threading.Lock()
 def _find(
     function: Function, tensors: Sequence[Tensor | None], settings: tuple[Hashable, ...], device: torch.device
 ) -> Schedule:
-    key = (function, settings, device, *(None if some is None else (some.shape, some.dtype) for some in tensors))
+    shapes = [None if tensor is None else (tensor.shape, tensor.dtype) for tensor in tensors]
+    key = (function, settings, device, *shapes)
     schedule = _schedules.get(key)
     if schedule is None:
         schedule = Schedule.of(function, tensors, settings)
@@ -98,23 +98,23 @@ class _Place(NamedTuple):
     """Where a tensor begins."""
 
     memory: int
-    """among inputs, outputs and the workspace"""
+    """index among inputs, outputs and the workspace"""
     offset: int
     """in bytes"""
     dtype: torch.dtype
 
 
 class _Direct(NamedTuple):
-    """A launch without Triton's part of it."""
+    """A launch that bypasses Triton's launcher."""
 
     kernel: CompiledKernel
-    """not to be forgotten: its code would be unloaded"""
+    """kept alive, or its code would be unloaded"""
     run: Callable[..., None]
     grid: tuple[int, ...]
-    what: tuple[Any, ...]
-    """what it is told after the grid and the stream, and before the arguments"""
+    leading: tuple[Any, ...]
+    """what `run` takes between the stream and the arguments of the kernel"""
     pick: Callable[[list[Any]], tuple[Any, ...]]
-    """its arguments, out of those of all launches"""
+    """selects its arguments from those of all launches"""
 
 
 class _DirectLaunches(NamedTuple):
@@ -137,7 +137,7 @@ class Schedule:
 
     @classmethod
     def of(cls, function: Function, tensors: Sequence[Tensor | None], settings: tuple[Hashable, ...]) -> Schedule:
-        inputs = [None if some is None else torch.empty_like(some, device="meta") for some in tensors]
+        inputs = [None if tensor is None else torch.empty_like(tensor, device="meta") for tensor in tensors]
         with noted() as launches, _OnlyTensors():
             outputs = function(*inputs, *settings)
         _check_outputs(inputs, outputs)
@@ -154,8 +154,8 @@ class Schedule:
 
 
 def _arranged(launches: Sequence[Launch], given: Collection[int]) -> tuple[dict[int, int], int]:
-    """Where in the workspace each memory begins that is not `given`, and the size of it all: the largest first, each as
-    low as those that are in use at the same time allow.
+    """The offset in the workspace of each memory that is not `given`, and the size of the workspace. The largest memory
+    goes first, each as low as those in use at the same time allow.
 
     As long as the tensors of the launches live, each memory has an identity of its own.
     """
@@ -169,13 +169,13 @@ def _arranged(launches: Sequence[Launch], given: Collection[int]) -> tuple[dict[
     offsets: dict[int, int] = {}
     for memory in sorted(sizes, key=lambda memory: -sizes[memory]):
         begin, end = lives[memory]
-        beside = sorted(
+        overlapping = sorted(
             (offsets[other], offsets[other] + sizes[other])
             for other in offsets
             if lives[other][0] <= end and begin <= lives[other][1]
         )
         offset = 0
-        for low, high in beside:
+        for low, high in overlapping:
             if offset + sizes[memory] <= low:
                 break
             offset = max(offset, -(-high // _STEP) * _STEP)
@@ -184,14 +184,14 @@ def _arranged(launches: Sequence[Launch], given: Collection[int]) -> tuple[dict[
 
 
 def _with(launch: Launch, kind: type, become: Callable[[Any], Any]) -> Launch:
-    """The launch with other arguments in place of those of a kind."""
+    """The launch with its arguments of type `kind` replaced by `become(argument)`."""
     return launch._replace(
         arguments=tuple(become(argument) if isinstance(argument, kind) else argument for argument in launch.arguments)
     )
 
 
 class _OnlyTensors(TorchDispatchMode):
-    """Lets tensors be made and looked at, and nothing be computed that no kernel would compute again."""
+    """Allows tensors to be allocated and viewed; raises if anything is computed outside of a kernel."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -205,7 +205,7 @@ class _OnlyTensors(TorchDispatchMode):
 
 
 def _check_outputs(inputs: Sequence[Tensor | None], outputs: Sequence[Tensor]) -> None:
-    """Each is a whole memory of its own: that is what a call allocates."""
+    """Each output must own its whole memory, as a call allocates it."""
     identities = [_identity(tensor) for tensor in (*inputs, *outputs) if tensor is not None]
     for output in outputs:
         if identities.count(_identity(output)) > 1:
@@ -219,20 +219,20 @@ def _identity(tensor: Tensor) -> int:
 
 
 def _current(device: torch.device) -> AbstractContextManager[Any]:
-    """Triton launches on the current device, and settings of launches depend on it."""
+    """Makes `device` current: Triton launches on the current device, and launch settings depend on it."""
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         return nullcontext()
     return torch.cuda.device(device)
 
 
 def _is_listened_to() -> bool:
-    """Whether anyone wants to know of launches. (A hook is a function, None, or a chain of functions.)"""
+    """Whether a hook observes launches. (A hook is a function, None, or a chain of functions.)"""
     hooks = (triton.knobs.runtime.launch_enter_hook, triton.knobs.runtime.launch_exit_hook)
     return any(bool(getattr(hook, "calls", hook)) for hook in hooks)
 
 
 def _tensor_at(memories: Sequence[Tensor | None], place: _Place) -> Tensor:
-    """From the place to the end of the memory; a part of an empty tensor may begin beyond it."""
+    """A tensor from the place to the end of the memory; a view of an empty tensor may begin beyond it."""
     memory = memories[place.memory]
     assert memory is not None
     storage = memory.untyped_storage()
@@ -242,7 +242,7 @@ def _tensor_at(memories: Sequence[Tensor | None], place: _Place) -> Tensor:
 
 
 def _direct(launches: Sequence[Launch], compiled: Sequence[CompiledKernel | None]) -> _DirectLaunches | None:
-    """The launches of these compiled kernels, if this Triton's can be called so."""
+    """Direct launches of these compiled kernels; None if this version of Triton does not support them."""
     if not triton.__version__.startswith(_DIRECT):
         return None
     every = [argument for launch in launches for argument in launch.arguments]
@@ -260,24 +260,24 @@ def _direct(launches: Sequence[Launch], compiled: Sequence[CompiledKernel | None
             else:
                 picked.append(len(places) + len(numbers))
                 numbers.append(argument)
-        run, what = _way_in(kernel)
-        direct.append(_Direct(kernel, run, launch.grid, what, itemgetter(*picked)))
+        run, leading = _entry_point(kernel)
+        direct.append(_Direct(kernel, run, launch.grid, leading, itemgetter(*picked)))
     return _DirectLaunches(direct, places, numbers)
 
 
 def _launch_directly(direct: _DirectLaunches, addresses: tuple[int, ...], device: torch.device) -> None:
     arguments = [addresses[memory] + offset for memory, offset, _ in direct.places] + direct.numbers
     stream = triton.runtime.driver.active.get_current_stream(device.index)
-    for _, run, (x, y, z), what, pick in direct.launches:
-        run(x, y, z, stream, *what, *pick(arguments))
+    for _, run, (x, y, z), leading, pick in direct.launches:
+        run(x, y, z, stream, *leading, *pick(arguments))
 
 
-def _way_in(kernel: CompiledKernel) -> tuple[Callable[..., None], tuple[Any, ...]]:
-    """What launches a kernel without metadata and hooks, and what it wants to be told after the grid and the stream."""
+def _entry_point(kernel: CompiledKernel) -> tuple[Callable[..., None], tuple[Any, ...]]:
+    """The function that launches a kernel without hooks, and its arguments between the stream and the kernel's."""
     run, nothing = kernel.run, (None, None, None)
     is_cuda = torch.version.hip is None
     if triton.__version__.startswith("3.6.") and is_cuda and not run.global_scratch_size + run.profile_scratch_size:
-        # (What is behind Python's part of it, which makes scratch memory.)
+        # (The C function behind Triton's Python wrapper, which only allocates scratch memory.)
         flags = (run.launch_cooperative_grid, run.launch_pdl)
         return run.launch, (kernel.function, *flags, None, None, kernel.packed_metadata, *nothing)
     return run, (kernel.function, kernel.packed_metadata, *nothing)
