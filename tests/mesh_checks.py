@@ -314,7 +314,7 @@ def ranks_that_disagree(mesh: DeviceMesh) -> None:
         held, usual = (f"query {part}, key {part}, value {part}" for part in (found, "float32 (1, 4, 6, 8)"))
         with refused(f"rank {odd} holds {held}; rank 0 holds {usual}: all ranks of the mesh must hold equal shapes"):
             attend(**change if mesh.get_local_rank() == odd else {})
-    with mock.patch.object(dist, "all_gather", wraps=dist.all_gather) as compared:
+    with mock.patch.object(dist, "all_gather_object", wraps=dist.all_gather_object) as compared:
         attend()
         attend(length=8)
     assert compared.call_count == 1
