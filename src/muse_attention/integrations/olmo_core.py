@@ -18,7 +18,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from muse_attention.config import MuSeConfig
 from muse_attention.core.sinks import with_sinks
-from muse_attention.distributed import ulysses
 from muse_attention.integrations.rows import attend_to_rows, check_config
 
 NO_WINDOW = (-1, -1)
@@ -122,18 +121,10 @@ class MuSeAttentionBackend(AttentionBackend):
             self.assert_supports_kv_cache()
         if any(argument is not None for argument in (cu_doc_lens_q, cu_doc_lens_k, local_k_slice)):
             self.assert_supports_ring_cp()
-
-        def attend(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-            query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
-            # The boundaries count over whole rows, under context parallelism too.
-            out, lse = attend_to_rows(query, key, value, cu_doc_lens, self.config, is_causal=True, scale=self.scale)
-            return out.transpose(1, 2), lse
-
-        query, key, value = (tensor.transpose(1, 2) for tensor in qkv)
-        if self.mesh is None:
-            out, lse = attend(query, key, value)
-        else:
-            out, lse = ulysses(attend, query, key, value, self.mesh)
+        query, key, value = qkv
+        out, lse = attend_to_rows(
+            query, key, value, cu_doc_lens, self.config, is_causal=True, scale=self.scale, mesh=self.mesh
+        )
         if sinks is not None:
-            out = with_sinks(out, lse, sinks)
-        return out.transpose(1, 2).contiguous()
+            out = with_sinks(out.transpose(1, 2), lse, sinks).transpose(1, 2)
+        return out.contiguous()
