@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from muse_attention.backends.torch import dipole, retrieval, segments, selection, summaries
-from muse_attention.backends.torch.grouping import join, with_spare_row
+from muse_attention.backends.torch import dipole, retrieval, selection, summaries
+from muse_attention.backends.torch.grouping import join
 from muse_attention.backends.torch.layout import FarField, Heads, by_key_head
 from muse_attention.core.call import Call
 from muse_attention.core.merging import merge
@@ -98,7 +98,7 @@ def _attend_heads(own: Partial, far: FarField, chosen: Selection | None) -> tupl
 
 def _attend_to_summaries(far: FarField, chosen: Selection | None) -> tuple[Partial, Selection]:
     rows, config = far.queries.shape[0], far.config
-    table = with_spare_row(rows, far.values.shape[-1], far.queries)
+    table = far.queries.new_zeros(rows + 1, far.values.shape[-1])  # the last row takes the padding, here and below
     partial = Partial(table, torch.full_like(table[:, 0], -torch.inf))
     filled = chosen
     if filled is None:
@@ -151,7 +151,7 @@ def _summaries_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     config = far.config
     grad_residuals, grad_keys, grad_values = (
-        with_spare_row(rows.shape[0], rows.shape[1], rows) for rows in (far.residuals, far.key_rows, far.value_rows)
+        rows.new_zeros(rows.shape[0] + 1, rows.shape[1]) for rows in (far.residuals, far.key_rows, far.value_rows)
     )
     for part in far.parts():
         scored = part.score()
@@ -161,9 +161,9 @@ def _summaries_backward(
             shift = dipole.shift_values(correction, part.residuals, part.segments)
             # Every summary term's value gained `shift`, so `dO . value - delta` gains `dO . shift`. (One part only.)
             delta = delta - (grad_out * shift).sum(-1)
-        gradients = segments.Gradients(scored, grad_out, lse, delta)
-        selection.attend_backward(scored, selected, gradients, fill_in=grad_residuals)
-        grad_buckets = gradients.of_buckets
+        grad_buckets, grad_seen = selection.attend_backward(
+            scored, selected, grad_out, lse, delta, fill_in=grad_residuals
+        )
         if config.dipole != "none":
             of_summaries, _ = _attend_to_summaries(far, selected)
             share = (of_summaries.lse - lse).clamp(max=0).exp()[:, None]
@@ -182,9 +182,7 @@ def _summaries_backward(
                 add_to=grad_buckets,
                 shares_are_frozen=not config.differentiable_aggregation,
             )
-        summaries.accumulate_backward(
-            gradients.accumulated, of_buckets, seen, is_causal=far.is_causal, add_to=grad_buckets
-        )
+        summaries.accumulate_backward(grad_seen, of_buckets, seen, is_causal=far.is_causal, add_to=grad_buckets)
         summaries.summarise_backward(
             grad_buckets,
             of_buckets,

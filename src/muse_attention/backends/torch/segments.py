@@ -91,23 +91,6 @@ class Scored:
                 yield tile, where, tile.gather(self.residuals)
 
 
-class Gradients:
-    """Gradients of the summaries, while a backward pass walks over the tiles that read them.
-
-    `lse` and `delta` are those of the merged softmax: `p = exp(s - lse)`, `ds = p (grad_out . value - delta)`.
-    """
-
-    def __init__(self, scored: Scored, grad_out: Tensor, lse: Tensor, delta: Tensor) -> None:
-        self.of_buckets, self.accumulated = scored.summaries.zeros_like(), scored.accumulated.zeros_like()
-        self._grad_out, self._lse, self._delta = grad_out, lse, delta
-
-    def of_tile(self, tile: Tiles) -> tuple[Tensor, Tensor, Tensor]:
-        """What `Table.differentiate` needs: the gradient of the output, the lse and delta of each query."""
-        # Padding gets an infinite lse, and so no weight.
-        lse = torch.where(tile.valid, tile.gather(self._lse), torch.inf)[..., None]
-        return tile.gather(self._grad_out), lse, tile.gather(self._delta)[..., None]
-
-
 def attend_to_terms(tile: Tiles, logits: Sequence[Tensor], values: Sequence[Tensor], partial: Partial) -> None:
     """Fill in the rows of a tile by one softmax over all columns; `logits` are -inf for no term, and overwritten."""
     shift = torch.stack([part.amax(-1) for part in logits]).amax(0)[..., None]

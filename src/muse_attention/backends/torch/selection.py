@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from muse_attention.backends.torch.segments import Gradients, Scored, Segments, Table, attend_to_terms
+from muse_attention.backends.torch.segments import Scored, Segments, Table, attend_to_terms
 from muse_attention.core.structures import Partial, Selection, Summaries
 
 
@@ -47,10 +47,18 @@ def select_and_attend(scored: Scored, selection: Selection, partial: Partial, *,
             attend_to_terms(tile, logits, values, partial)
 
 
-def attend_backward(scored: Scored, selection: Selection, gradients: Gradients, *, fill_in: Tensor) -> None:
-    """Add to the `gradients` of the summaries; those of the residuals go to `fill_in`, (rows + 1, D)."""
+def attend_backward(
+    scored: Scored, selection: Selection, grad_out: Tensor, lse: Tensor, delta: Tensor, *, fill_in: Tensor
+) -> tuple[Summaries, Summaries]:
+    """Gradients of the summaries of buckets and of the accumulated ones; `fill_in`, (rows + 1, D): of the residuals.
+
+    `lse` and `delta` are those of the merged softmax: `p = exp(s - lse)`, `ds = p (grad_out . value - delta)`.
+    """
+    grad_buckets, grad_accumulated = scored.summaries.zeros_like(), scored.accumulated.zeros_like()
     for tile, where, residuals in scored.walk():
-        of_tile = gradients.of_tile(tile)
+        # Padding gets an infinite lse, and so no weight.
+        tile_lse = torch.where(tile.valid, tile.gather(lse), torch.inf)[..., None]
+        of_tile = (tile.gather(grad_out), tile_lse, tile.gather(delta)[..., None])
         clusters = where.clusters(scored.accumulated)
         logits = clusters.logits(residuals)
         opened = tile.gather(selection.opened).long()
@@ -58,16 +66,17 @@ def attend_backward(scored: Scored, selection: Selection, gradients: Gradients, 
         if has_opened:
             _close_opened(logits, opened)
         to_residuals, gradient = clusters.differentiate(logits, residuals, *of_tile)
-        where.clusters(gradients.accumulated).add_(gradient)
+        where.clusters(grad_accumulated).add_(gradient)
         if has_opened:
             of_opened = _OpenedBlocks.of(where, opened, clusters.keys.shape[1])
             blocks = of_opened.copy(scored.summaries)
             logits = blocks.logits(residuals)
             of_opened.keep_only_terms(logits, tile.gather(selection.retrieved).long())
             of_blocks, gradient = blocks.differentiate(logits, residuals, *of_tile)
-            of_opened.add_to(gradients.of_buckets, gradient)
+            of_opened.add_to(grad_buckets, gradient)
             to_residuals += of_blocks
         tile.scatter(fill_in, to_residuals)
+    return grad_buckets, grad_accumulated
 
 
 @dataclass(frozen=True)
