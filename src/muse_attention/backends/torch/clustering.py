@@ -15,19 +15,13 @@ MINIBATCH = 64
 DECAY = 0.9
 
 
-def cluster(vectors: Tensor, cap: int | None, clusters: int, config: MuSeConfig) -> tuple[Tensor, Tensor]:
-    """Cluster (heads, N, D) vectors: centroids (heads, clusters, D) and assignment (heads, N) int32."""
-    vectors = finite(vectors)
-    centroids = find_centroids(vectors, clusters, config)
-    return centroids, assign(vectors, centroids, cap, config)
-
-
 def finite(vectors: Tensor) -> Tensor:
     """Replace NaN and inf by 0: they must reach what attends to them, not the clustering of everything else."""
     return torch.nan_to_num(vectors, nan=0.0, posinf=0.0, neginf=0.0)
 
 
 def find_centroids(vectors: Tensor, clusters: int, config: MuSeConfig) -> Tensor:
+    """(heads, clusters, D), of (heads, N, D) vectors."""
     length = vectors.shape[1]
     order = seeded_shuffle(length, config.seed, vectors.device)
     start = order[(torch.arange(clusters, device=order.device) * max(1, length // clusters)) % length]

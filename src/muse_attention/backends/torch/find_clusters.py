@@ -24,9 +24,10 @@ def _cluster(side: Side, config: MuSeConfig) -> tuple[Tensor, Tensor]:
     length, head_dim = side.vectors.shape[2:]
     heads = side.vectors.flatten(0, 1)
     dtype = compute_dtype(heads.dtype)
-    parts = [
-        clustering.cluster(heads[group].to(dtype) * side.factor, side.cap, side.clusters, config)
-        for group in head_groups(heads.shape[0], 2 * length * (side.clusters + head_dim))
-    ]
+    parts = []
+    for group in head_groups(heads.shape[0], 2 * length * (side.clusters + head_dim)):
+        vectors = clustering.finite(heads[group].to(dtype) * side.factor)
+        centroids = clustering.find_centroids(vectors, side.clusters, config)
+        parts.append((centroids, clustering.assign(vectors, centroids, side.cap, config)))
     centroids, assignment = (torch.cat(part) for part in zip(*parts, strict=True))
     return centroids.unflatten(0, side.vectors.shape[:2]), assignment.unflatten(0, side.vectors.shape[:2])
