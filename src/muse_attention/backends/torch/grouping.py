@@ -62,14 +62,9 @@ def join(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
     return parts[0].contiguous() if len(parts) == 1 else torch.cat(list(parts), dim)
 
 
-def with_spare_row(rows: int, columns: int, like: Tensor) -> Tensor:
-    """A table of zeros with one more row than `rows`, which takes the padding."""
-    return like.new_zeros(rows + 1, columns)
-
-
-def with_zero_row(table: Tensor) -> Tensor:
-    """The table with one more row, of zeros: what padding reads."""
-    return torch.nn.functional.pad(table, (0, 0, 0, 1))
+def with_padding(table: Tensor, value: float = 0) -> Tensor:
+    """The table with one more row, of this number: what padding reads."""
+    return torch.cat([table, torch.full_like(table[:1], value)])
 
 
 def take_rows(table: Tensor, rows: Tensor) -> Tensor:
