@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 from muse_attention import DocumentBoundaries, get_attention, muse_attn_varlen_func
 from muse_attention.core.recording import recorded_calls
 from muse_attention.distributed import heads_to_sequence, sequence_to_heads, ulysses, ulysses_bytes
-from muse_attention.distributed.neighbours import from_rank_before
+from muse_attention.distributed.all_to_all import from_rank_before
 from muse_attention.huggingface import use_attention
 from muse_attention.integrations.rows import attend_to_rows
 from tests.closeness import assert_equal_to_rounding

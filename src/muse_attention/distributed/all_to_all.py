@@ -61,6 +61,18 @@ def heads_to_sequence(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
     return exchanged(parts.flatten(0, 1), mesh).transpose(0, 1)
 
 
+def from_rank_before(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
+    """The tensor of the rank before this one, in a ring: the first rank gets that of the last. Differentiable.
+
+    What a sliding window sees of the part before goes this way, and is far less than an exchange of sequence for heads.
+    All ranks must hold equal shapes. Each sends its tensor once, and its gradient back once. Collective: every rank of
+    the mesh must call it, and what it returns must be part of what is differentiated on every rank.
+    """
+    rank, ranks = mesh.get_local_rank(), mesh_ranks(mesh)
+    sent, received = ([int(other == (rank + step) % ranks) for other in range(ranks)] for step in (1, -1))
+    return exchanged(tensor[None], mesh, received, sent)[0]
+
+
 def mesh_ranks(mesh: DeviceMesh) -> int:
     """The number of ranks of a mesh that has one dimension; a ValueError for any other."""
     if not isinstance(mesh, DeviceMesh):

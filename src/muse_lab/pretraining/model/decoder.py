@@ -47,7 +47,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from muse_attention.core.precision import compute_dtype
 from muse_attention.distributed import ulysses
-from muse_attention.distributed.neighbours import from_rank_before
+from muse_attention.distributed.all_to_all import from_rank_before
 from muse_attention.documents.boundaries import DocumentBoundaries
 from muse_attention.documents.rows import attend_to_windows
 from muse_attention.huggingface.masks import CAUSAL, DOCUMENTS, stands_for, told_by
