@@ -10,7 +10,7 @@ from torch import Tensor
 from muse_attention.backends.protocol import Backend
 from muse_attention.backends.torch import blockwise, far_field
 from muse_attention.backends.torch.block_choice import choose_blocks
-from muse_attention.backends.torch.find_clusters import find_clusters
+from muse_attention.backends.torch.clustering import find_clusters
 from muse_attention.backends.torch.large_logits import is_large, is_too_coarse, lse_dtype
 from muse_attention.config import MuSeConfig
 from muse_attention.core import local

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+WORKSPACE_ELEMENTS = 1 << 26
+"""Numbers in the intermediate results held at a time: heads go in groups that need about as many."""
 TILE_ELEMENTS = 1 << 21
 """Numbers in the largest intermediate of one batch of tiles."""
 LEAST_FILLING = 0.5
@@ -57,9 +59,15 @@ class Tiles:
         table.index_add_(0, places.flatten(), rows.flatten(0, 1))
 
 
-def join(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
+def head_groups(heads: int, elements_per_head: int) -> list[slice]:
+    """Consecutive heads, as many at a time as the workspace has room for."""
+    size = max(1, min(heads, WORKSPACE_ELEMENTS // elements_per_head))
+    return [slice(begin, begin + size) for begin in range(0, heads, size)]
+
+
+def join(parts: Sequence[Tensor]) -> Tensor:
     """`torch.cat`, without the copy it makes of a single contiguous part."""
-    return parts[0].contiguous() if len(parts) == 1 else torch.cat(list(parts), dim)
+    return parts[0].contiguous() if len(parts) == 1 else torch.cat(list(parts))
 
 
 def with_padding(table: Tensor, value: float = 0) -> Tensor:

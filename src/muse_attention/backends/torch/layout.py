@@ -16,23 +16,15 @@ import torch
 from torch import Tensor
 
 from muse_attention.backends.torch import summaries
-from muse_attention.backends.torch.grouping import Groups, group_rows
+from muse_attention.backends.torch.grouping import Groups, group_rows, head_groups
 from muse_attention.backends.torch.segments import Scored
 from muse_attention.config import MuSeConfig
 from muse_attention.core.call import Call
 from muse_attention.core.precision import compute_dtype
 from muse_attention.core.structures import Selection
 
-WORKSPACE_ELEMENTS = 1 << 26
-"""Numbers in the intermediate results held at a time: key heads go in groups that need about as many."""
 SUMMARY_ELEMENTS = 1 << 23
 """Numbers in the summaries held at a time: beyond that, query clusters go in groups."""
-
-
-def head_groups(heads: int, elements_per_head: int) -> list[slice]:
-    """Consecutive heads, as many at a time as the workspace has room for."""
-    size = max(1, min(heads, WORKSPACE_ELEMENTS // elements_per_head))
-    return [slice(begin, begin + size) for begin in range(0, heads, size)]
 
 
 @dataclass(frozen=True)
