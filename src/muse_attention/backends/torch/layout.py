@@ -16,7 +16,7 @@ from torch import Tensor
 
 from muse_attention.backends.torch import summaries
 from muse_attention.backends.torch.grouping import Groups, group_rows, head_groups
-from muse_attention.backends.torch.segments import Scored
+from muse_attention.backends.torch.selection import Scored
 from muse_attention.config import MuSeConfig
 from muse_attention.core.call import Call
 from muse_attention.core.precision import compute_dtype

@@ -291,14 +291,13 @@ def _attend_block_backward(
     # Padding gets an infinite lse, and so no weight.
     row_lse = torch.where(slots.row_in_tile == NO_ROW, torch.inf, gather(lse.to(queries.dtype), slots.rows))
     row_grad, row_delta = gather(grad_out, slots.rows), gather(delta, slots.rows)
-    first = queries.new_empty(*slots.tiles.shape, seen, dtype=torch.uint8)
+    first = _read_selection(slots, selected, columns)
     to_queries = torch.empty_like(queries)
     for batch, batch_slots in slots.split(block.slots_at_once):
         logits, residuals, reach = block.score(batch_slots, queries[batch])
         slope = block.slope(residuals, reach)
         batch_delta = row_delta[batch] if slope is None else row_delta[batch] - (row_grad[batch] * slope[0]).sum(-1)
         weights = exp_(logits.sub_(row_lse[batch][..., None]).clamp_(max=0))
-        first[batch] = _read_selection(batch_slots, selected, columns)
         leave_out_retrieved(weights, batch_slots, first[batch])
         d_logits = (
             products(row_grad[batch], of_values[..., :seen], batch_slots).sub_(batch_delta[..., None]).mul_(weights)
