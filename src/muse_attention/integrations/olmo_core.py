@@ -50,7 +50,10 @@ def use_muse(model: nn.Module, config: MuSeConfig | str | None = None) -> list[s
         if layer.backend.dropout_p > 0:
             raise ValueError(f"{name} has attention dropout, which MuSe does not know: set dropout=0")
     for layer in layers.values():
-        layer.backend = MuSeAttentionBackend.in_place_of(layer.backend, config)
+        own = layer.backend
+        layer.backend = MuSeAttentionBackend(
+            config=config, head_dim=own.head_dim, n_heads=own.n_heads, n_kv_heads=own.n_kv_heads, scale=own.scale
+        )
     return list(layers)
 
 
@@ -61,16 +64,6 @@ class MuSeAttentionBackend(AttentionBackend):
         super().__init__(**arguments)
         self.config = config
         self.mesh: DeviceMesh | None = None
-
-    @classmethod
-    def in_place_of(cls, backend: AttentionBackend, config: MuSeConfig | str | None) -> MuSeAttentionBackend:
-        return cls(
-            config=config,
-            head_dim=backend.head_dim,
-            n_heads=backend.n_heads,
-            n_kv_heads=backend.n_kv_heads,
-            scale=backend.scale,
-        )
 
     @classmethod
     def assert_supported(cls) -> None:
