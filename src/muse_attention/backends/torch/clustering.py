@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from muse_attention.backends.torch.grouping import group_rows, head_groups, rank_in_group, transposed
+from muse_attention.backends.torch.grouping import group_rows, head_groups, transposed
 from muse_attention.config import MuSeConfig
 from muse_attention.core.precision import compute_dtype
 from muse_attention.core.shuffle import seeded_shuffle
@@ -115,7 +115,8 @@ def assign(vectors: Tensor, centroids: Tensor, cap: int | None, config: MuSeConf
             full = (room == 0).view(-1, clusters)[block[waiting]]
             assignment[waiting] = _nearest(affinity[waiting].masked_fill(full, -math.inf))
         proposals = group_rows(block[waiting] * clusters + assignment[waiting], room.shape[0])
-        rejected = rank_in_group(proposals) >= torch.repeat_interleave(room, proposals.sizes)
+        limit = torch.repeat_interleave(proposals.starts + room, proposals.sizes)
+        rejected = torch.arange(waiting.numel(), device=waiting.device) >= limit
         room = (room - proposals.sizes).clamp(min=0)
         waiting = waiting[proposals.order[rejected].sort().values]
     return assignment.view(heads, length).int()

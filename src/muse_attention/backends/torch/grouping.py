@@ -93,13 +93,6 @@ def group_rows(group_of_row: Tensor, number_of_groups: int) -> Groups:
     return Groups(order, sizes.cumsum(0) - sizes, sizes)
 
 
-def rank_in_group(groups: Groups) -> Tensor:
-    """(grouped rows,) int64: for each place of `order`, its rank inside its group."""
-    return torch.arange(groups.order.shape[0], device=groups.order.device) - torch.repeat_interleave(
-        groups.starts, groups.sizes
-    )
-
-
 def tiles(
     groups: Groups, elements_per_row: int, *, among: Tensor | None = None, most_rows: int | None = None
 ) -> Iterator[Tiles]:

@@ -25,7 +25,6 @@ class Buckets:
     """(buckets,) int64"""
     sizes: Tensor
     """(buckets,) int64"""
-    block_size: int
     key_clusters: int
 
     @classmethod
@@ -42,7 +41,6 @@ class Buckets:
             order,
             sizes.cumsum(0) - sizes,
             sizes,
-            config.block_size,
             config.key_clusters,
         )
 
