@@ -36,7 +36,7 @@ from torch.nn.functional import one_hot
 
 from muse_attention import MuSeConfig, find_clusters, get_attention, ops
 from muse_attention.backends.reference import Reference, reference_attention
-from muse_attention.backends.torch.large_logits import LARGEST_LSE
+from muse_attention.backends.torch.backend import LARGEST_LSE
 from muse_attention.core.arguments import check_arguments
 from muse_attention.core.call import Call
 from muse_attention.core.structures import Clusters, Selection
@@ -49,7 +49,7 @@ UNITS = 4
 """And so many units in the last place more, of the largest result and of the largest term of the sums behind it. Plain
 PyTorch may happen to be exact: it keeps the weights, so that `dO . v` and `delta` cancel to the last bit where a query
 sees one key; here they are rounded separately. And it uses the logits it has, while here weights are found again, from
-logits that float32 may round another way: that is allowed too, but on a CPU not where `large_logits` takes over."""
+logits that float32 may round another way: that is allowed too, but on a CPU not where float64 takes over."""
 
 
 class WrongError(AssertionError):
@@ -173,7 +173,7 @@ class _Sizes:
 
     lse: float
     in_float64: bool
-    """whether `large_logits` takes over for all rows"""
+    """whether float64 takes over for all rows"""
     product: float
     """bound of a logit, from the norms of queries and keys: its terms may be as large even if it is not"""
     terms: dict[str, float]

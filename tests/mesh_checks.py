@@ -25,8 +25,9 @@ from torch.utils._pytree import tree_leaves
 from muse_attention import DocumentBoundaries, get_attention, muse_attn_varlen_func
 from muse_attention.core.recording import recorded_calls
 from muse_attention.distributed import heads_to_sequence, sequence_to_heads, ulysses, ulysses_bytes
-from muse_attention.distributed.neighbours import from_rank_before
+from muse_attention.distributed.all_to_all import from_rank_before
 from muse_attention.huggingface import use_attention
+from muse_attention.integrations.rows import attend_to_rows
 from tests.closeness import assert_equal_to_rounding
 from tests.markdown_pages import ROOT
 from tests.models import tiny_llama, token_ids
@@ -120,6 +121,18 @@ def packed_documents(mesh: DeviceMesh) -> None:
 
     whole = whole_tensors(batch=1)
     assert_same_as_one_process(mesh, whole, (attend(*whole),), lambda *parts: (ulysses(attend, *parts, mesh),))
+
+
+def rows_of_trainers(mesh: DeviceMesh) -> None:
+    """Documents in two rows, in the layout of trainers."""
+
+    def attend(*tensors: Tensor, mesh: DeviceMesh | None = None) -> tuple[Tensor, Tensor]:
+        rows, ends = (tensor.transpose(1, 2) for tensor in tensors), [0, 21, 64, 104, 128]
+        out, lse = attend_to_rows(*rows, ends, "Q3K4R2B16", is_causal=True, scale=None, mesh=mesh)
+        return out.transpose(1, 2), lse
+
+    whole = whole_tensors()
+    assert_same_as_one_process(mesh, whole, attend(*whole), functools.partial(attend, mesh=mesh))
 
 
 def reused_buffers(mesh: DeviceMesh) -> None:
@@ -314,7 +327,7 @@ def ranks_that_disagree(mesh: DeviceMesh) -> None:
         held, usual = (f"query {part}, key {part}, value {part}" for part in (found, "float32 (1, 4, 6, 8)"))
         with refused(f"rank {odd} holds {held}; rank 0 holds {usual}: all ranks of the mesh must hold equal shapes"):
             attend(**change if mesh.get_local_rank() == odd else {})
-    with mock.patch.object(dist, "all_gather", wraps=dist.all_gather) as compared:
+    with mock.patch.object(dist, "all_gather_object", wraps=dist.all_gather_object) as compared:
         attend()
         attend(length=8)
     assert compared.call_count == 1
@@ -365,7 +378,7 @@ _EVERYWHERE = [
 ]
 CHECKS: dict[int, list[Callable[[DeviceMesh], None]]] = {
     1: [exact, muse, one_rank_copies_nothing],
-    2: [*_EVERYWHERE, reused_buffers, bytes_moved, memory, compiled, ring],
+    2: [*_EVERYWHERE, reused_buffers, rows_of_trainers, bytes_moved, memory, compiled, ring],
     4: [*_EVERYWHERE, bytes_moved, memory, of_a_mesh_with_two_dimensions, refusals, ring, documentation],
 }
 """By number of ranks."""

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 import re
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self, get_args
 
 from muse_attention.defaults import default_text
 from muse_attention.sizes import format_size, nearest_power_of_two, parse_size
@@ -17,10 +17,7 @@ Clustering = Literal["auto", "streaming", "lloyd"]
 AUTO_CLUSTERING: Clustering = "lloyd"
 """What `auto` stands for: parallel on a GPU, and faster than streaming on a CPU too."""
 
-_CHOICES: dict[str, tuple[str, ...]] = {
-    "dipole": ("none", "tilted", "shared", "centred"),
-    "clustering": ("auto", "streaming", "lloyd"),
-}
+_CHOICES: dict[str, tuple[str, ...]] = {"dipole": get_args(Dipole), "clustering": get_args(Clustering)}
 _SMALLEST = {
     "query_clusters": 1,
     "key_clusters": 1,

@@ -33,7 +33,7 @@ from muse_attention.core.selection_shapes import SelectionShapes
 from muse_attention.core.structures import Clusters, Partial, Selection
 
 NAMESPACE = "muse_attention"
-_watcher = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", None)
+_watcher = torch._C._dynamo.eval_frame.get_eval_frame_callback
 """Says whether the compiler watches this thread. Asking is cheaper than switching it off and on."""
 
 
@@ -106,7 +106,7 @@ def _is_plain(*tensors: Tensor) -> bool:
     """
     return (
         not torch.compiler.is_compiling()
-        and (_watcher is not None and _watcher() is None)
+        and _watcher() is None
         and torch._C._get_tracing_state() is None
         and torch._C._len_torch_dispatch_stack() == 0
         and torch._C._len_torch_function_stack() == 0
@@ -328,8 +328,6 @@ _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 def _opaque(run: Callable[..., Any]) -> Callable[..., Any]:
     """Hide `run` from the compiler, even where it traces the caller."""
     unwatched: Callable[..., Any] = _disable_dynamo(run)
-    if _watcher is None:
-        return unwatched
 
     def call(*arguments: Any) -> Any:
         return run(*arguments) if _watcher() is None else unwatched(*arguments)

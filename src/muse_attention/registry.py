@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -67,54 +67,39 @@ def get_attention(name: str) -> Attention:
     kind, colon, settings = name.partition(":")
     if colon and not settings:
         raise ValueError(f"{name!r} names no settings; leave out the colon or add them")
-    if kind not in _READERS:
+    if kind not in ATTENTIONS:
         raise ValueError(f"unknown attention {name!r}; the kinds are {', '.join(ATTENTIONS)}")
-    return _READERS[kind](name, settings)
-
-
-def _read_exact(name: str, settings: str) -> Attention:
-    if settings:
-        raise ValueError(f"{name!r}: exact attention has no settings; write 'exact'")
-    return exact_attention
-
-
-def _read_muse(name: str, settings: str) -> Attention:
-    resolve_config(settings or None, 1)  # refuses what cannot be read
-    return functools.partial(muse_attention, config=config_at(name) or settings or None)
-
-
-def _read_block_diagonal(name: str, settings: str) -> Attention:
-    if not settings:
-        raise ValueError(f"{name!r} needs the size of its blocks; write it like 'block_diagonal:8k'")
-    return functools.partial(block_diagonal_attention, block_size=parse_size(settings))
-
-
-def _read_moba(name: str, settings: str) -> Attention:
-    if not settings:
-        return moba_attention
-    local, block, count = map(parse_size, _read(_MOBA, name, settings, "the sizes like 'moba:L8kB512R1'"))
-    if local % block:
-        raise ValueError(f"{name!r}: the own block of {local} must be a multiple of the retrieved block of {block}")
-    return functools.partial(moba_attention, local_block_size=local, retrieval_block_size=block, retrieved_blocks=count)
-
-
-def _read_flex_attention(name: str, settings: str) -> Attention:
-    example = "a window like 'flex_attention:W4k', or blocks like 'flex_attention:B8k'"
-    kind, size = _read(_FLEX, name, settings, example)
-    pattern: Any = "window" if kind == "W" else "blocks"
-    return functools.partial(sparse_flex_attention, pattern=pattern, size=parse_size(size))
-
-
-def _read_nsa(name: str, settings: str) -> Attention:
-    if not settings:
-        return nsa_attention
-    block, count = map(parse_size, _read(_NSA, name, settings, "the sizes like 'nsa:B64R16'"))
-    if block < 2 * count or block & (block - 1):
-        raise ValueError(f"{name!r}: the block must be a power of 2, and at least twice the retrieved blocks")
-    return functools.partial(nsa_attention, block_size=block, retrieved_blocks=count)
-
-
-def _read_flash_sparse(name: str, settings: str) -> Attention:
+    if kind == "muse":
+        resolve_config(settings or None, 1)  # refuses what cannot be read
+        return functools.partial(muse_attention, config=config_at(name) or settings or None)
+    if kind == "exact":
+        if settings:
+            raise ValueError(f"{name!r}: exact attention has no settings; write 'exact'")
+        return exact_attention
+    if kind == "block_diagonal":
+        if not settings:
+            raise ValueError(f"{name!r} needs the size of its blocks; write it like 'block_diagonal:8k'")
+        return functools.partial(block_diagonal_attention, block_size=parse_size(settings))
+    if kind == "flex_attention":
+        example = "a window like 'flex_attention:W4k', or blocks like 'flex_attention:B8k'"
+        letter, size = _read(_FLEX, name, settings, example)
+        pattern: Any = "window" if letter == "W" else "blocks"
+        return functools.partial(sparse_flex_attention, pattern=pattern, size=parse_size(size))
+    if kind == "moba":
+        if not settings:
+            return moba_attention
+        local, block, count = map(parse_size, _read(_MOBA, name, settings, "the sizes like 'moba:L8kB512R1'"))
+        if local % block:
+            raise ValueError(f"{name!r}: the own block of {local} must be a multiple of the retrieved block of {block}")
+        sizes: dict[str, Any] = {"local_block_size": local, "retrieval_block_size": block}
+        return functools.partial(moba_attention, **sizes, retrieved_blocks=count)
+    if kind == "nsa":
+        if not settings:
+            return nsa_attention
+        block, count = map(parse_size, _read(_NSA, name, settings, "the sizes like 'nsa:B64R16'"))
+        if block < 2 * count or block & (block - 1):
+            raise ValueError(f"{name!r}: the block must be a power of 2, and at least twice the retrieved blocks")
+        return functools.partial(nsa_attention, block_size=block, retrieved_blocks=count)
     if not settings:
         return flash_sparse_attention
     (threshold,) = _read(_FLASH_SPARSE, name, settings, "the threshold like 'flash_sparse_attn:T1'")
@@ -127,17 +112,6 @@ def _read(pattern: re.Pattern[str], name: str, settings: str, example: str) -> t
     if match is None:
         raise ValueError(f"cannot read {name!r}: write {example}")
     return match.groups()
-
-
-_READERS: dict[str, Callable[[str, str], Attention]] = {
-    "exact": _read_exact,
-    "muse": _read_muse,
-    "block_diagonal": _read_block_diagonal,
-    "moba": _read_moba,
-    "flex_attention": _read_flex_attention,
-    "nsa": _read_nsa,
-    "flash_sparse_attn": _read_flash_sparse,
-}
 
 
 def split_names(texts: Iterable[str]) -> list[str]:

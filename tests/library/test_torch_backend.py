@@ -52,13 +52,13 @@ def test_equals_reference_whatever_the_configuration(first: int) -> None:
 
 
 PAPER_LIMITS = [
-    ("layout.WORKSPACE_ELEMENTS", 1),  # one key head at a time
+    ("grouping.WORKSPACE_ELEMENTS", 1),  # one key head at a time
     ("layout.SUMMARY_ELEMENTS", 1),  # one query cluster at a time
     ("retrieval.PARTIAL_ELEMENTS", 1),  # one query at a time
     ("grouping.TILE_ELEMENTS", 64),  # tiles of a few rows
 ]
 BLOCKWISE_LIMITS = [
-    ("layout.WORKSPACE_ELEMENTS", 1),  # clusters of one head at a time
+    ("grouping.WORKSPACE_ELEMENTS", 1),  # clusters of one head at a time
     ("grouping.TILE_ELEMENTS", 64),  # summaries of a few buckets at a time
     ("blockwise.far_field.SUMMARY_ELEMENTS", 1),  # one query head at a time
     ("blockwise.far_field.SCORED_AT_ONCE", 1),  # one slot at a time

@@ -51,5 +51,4 @@ def _load() -> Callable[..., Any]:
         from flash_sparse_attn import flash_sparse_attn_func
     except ImportError as error:
         raise ValueError(f"flash_sparse_attn is not installed ({error}); pip install flash-sparse-attn") from None
-    loaded: Callable[..., Any] = flash_sparse_attn_func
-    return loaded
+    return flash_sparse_attn_func

@@ -37,9 +37,8 @@ def nsa_attention(
     """
     query, factor = check_arguments(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     check_nsa(query.device.type, query.shape[1], key.shape[1], is_causal=is_causal)
-    parallel_nsa = _load()
     rows = [tensor.transpose(1, 2) for tensor in (query, key, value)]  # (batch, length, heads, head_dim)
-    out: Tensor = parallel_nsa(
+    out: Tensor = _load()(
         *rows,
         g_cmp=query.new_zeros(rows[0].shape[:3]),
         block_counts=retrieved_blocks,
@@ -69,5 +68,4 @@ def _load() -> Callable[..., Any]:
         from fla.ops.nsa import parallel_nsa
     except ImportError as error:
         raise ValueError(f"nsa needs flash-linear-attention ({error}); pip install flash-linear-attention") from None
-    loaded: Callable[..., Any] = parallel_nsa
-    return loaded
+    return parallel_nsa

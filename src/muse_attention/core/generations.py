@@ -40,11 +40,7 @@ class Generations:
         """The number of blocks, from the first on, that any block of a generation sees."""
         return min(2 << generation, self.blocks) - 1 if self.is_causal else self.blocks
 
-    def first_summary(self, generation: int) -> int:
-        """Where the summaries of a generation begin: the number of blocks in all generations before it."""
-        return sum(self.sees(earlier) for earlier in range(generation))
-
     @property
     def summarised_blocks(self) -> int:
         """The number of blocks summarised, added over all generations."""
-        return self.first_summary(self.number)
+        return sum(self.sees(generation) for generation in range(self.number))

@@ -52,17 +52,16 @@ def attend_backward(
     query, key, value, out = call.query, call.key, call.value, merged.out
     if grad_lse is not None:
         value, out, grad_out = with_gradient_of_lse(grad_lse, value, out, grad_out)
-    parts: list[tuple[Tensor, ...]] = []
     tensors = _since(call.first_row, grad_out, query, key, value, out, merged.lse[..., None])
+    parts: list[tuple[Tensor, ...]] = []
     for *inputs, lse in _blocks(tensors, call.config.block_size):
         rows = (*inputs, lse[..., 0])
         parts.append(fused_attention_backward(*rows, is_causal=call.is_causal, scale=call.scale))
     unfold = _unfolder((query, key, value))
-    gradients = (
+    grad_query, grad_key, grad_value = (
         _join([unfold(part, like) for part in gradient], call.first_row)
         for gradient, like in zip(zip(*parts, strict=True), (query, key, value), strict=True)
     )
-    grad_query, grad_key, grad_value = gradients
     return grad_query, grad_key, grad_value if grad_lse is None else grad_value[..., :-1].contiguous()
 
 

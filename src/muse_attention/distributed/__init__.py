@@ -4,7 +4,7 @@
   two exchanges, `ulysses_attention.py` the attention between them, and `agreement.py` what ranks must have in common.
 - `remote_attention` and `merge_partials`: a shard of queries attends to one shard of keys after another, and the
   results merge as one softmax, as in a ring (`examples/ring.py`): `remote.py`.
-- `neighbours.py`: what a sliding window needs of the rank before.
+- `from_rank_before`, in `all_to_all.py`: what a sliding window needs of the rank before.
 """
 
 from muse_attention.distributed.all_to_all import heads_to_sequence, sequence_to_heads

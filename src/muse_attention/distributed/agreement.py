@@ -16,9 +16,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-_BYTES = 512
-"""Length of the text that describes the tensors of a rank."""
-
 _agreed: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 """Process groups whose ranks have held equal tensors."""
 
@@ -33,7 +30,8 @@ def check_agreement(mesh: DeviceMesh, **tensors: Tensor) -> None:
     group = mesh.get_group()
     if group in _agreed:
         return
-    held = _gathered(", ".join(f"{name} {_described(tensor)}" for name, tensor in tensors.items()), mesh)
+    held: list[str] = [""] * mesh.size()
+    dist.all_gather_object(held, ", ".join(f"{name} {_described(own)}" for name, own in tensors.items()), group)
     ranks: list[int] = mesh.mesh.tolist()
     usual = held.index(statistics.mode(held))
     for rank, theirs in zip(ranks, held, strict=True):
@@ -49,11 +47,3 @@ def _described(tensor: Tensor) -> str:
     if not isinstance(tensor, Tensor):
         return type(tensor).__name__
     return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
-
-
-def _gathered(text: str, mesh: DeviceMesh) -> list[str]:
-    """The texts of all ranks, in their order in the mesh."""
-    own = torch.tensor(list(text.encode().ljust(_BYTES)[:_BYTES]), dtype=torch.uint8, device=mesh.device_type)
-    held = [torch.empty_like(own) for _ in range(mesh.size())]
-    dist.all_gather(held, own, group=mesh.get_group())
-    return [bytes(theirs.tolist()).decode().rstrip() for theirs in held]

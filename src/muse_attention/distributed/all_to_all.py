@@ -36,7 +36,8 @@ def sequence_to_heads(tensor: Tensor, mesh: DeviceMesh, copies: int = 1) -> Tens
     check_heads("tensor", tensor.shape[1] * copies, ranks)
     if ranks == 1 and copies == 1:
         return tensor
-    received = _exchanged(_repeated(tensor.transpose(0, 1), copies), mesh)
+    of_heads = tensor.transpose(0, 1)
+    received = exchanged(of_heads if copies == 1 else of_heads.repeat_interleave(copies, 0), mesh)
     return received.unflatten(0, (ranks, -1)).movedim(0, 2).transpose(0, 1).flatten(2, 3)
 
 
@@ -57,7 +58,19 @@ def heads_to_sequence(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
     if ranks == 1:
         return tensor
     parts = tensor.unflatten(2, (ranks, -1)).movedim(2, 0).transpose(1, 2)
-    return _exchanged(parts.flatten(0, 1), mesh).transpose(0, 1)
+    return exchanged(parts.flatten(0, 1), mesh).transpose(0, 1)
+
+
+def from_rank_before(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
+    """The tensor of the rank before this one, in a ring: the first rank gets that of the last. Differentiable.
+
+    What a sliding window sees of the part before goes this way, and is far less than an exchange of sequence for heads.
+    All ranks must hold equal shapes. Each sends its tensor once, and its gradient back once. Collective: every rank of
+    the mesh must call it, and what it returns must be part of what is differentiated on every rank.
+    """
+    rank, ranks = mesh.get_local_rank(), mesh_ranks(mesh)
+    sent, received = ([int(other == (rank + step) % ranks) for other in range(ranks)] for step in (1, -1))
+    return exchanged(tensor[None], mesh, received, sent)[0]
 
 
 def mesh_ranks(mesh: DeviceMesh) -> int:
@@ -91,30 +104,22 @@ def _check_axes(tensor: Tensor) -> None:
         raise ValueError(f"the tensor has shape {tuple(tensor.shape)}; it must be (batch, heads, length, ...)")
 
 
-def _repeated(heads: Tensor, copies: int) -> Tensor:
-    """(heads, ...) to (heads * copies, ...), the copies of a head in a row."""
-    if copies == 1:
-        return heads
-    return heads.unsqueeze(1).expand(-1, copies, *heads.shape[1:]).flatten(0, 1)
+def exchanged(
+    parts: Tensor, mesh: DeviceMesh, received: list[int] | None = None, sent: list[int] | None = None
+) -> Tensor:
+    """Cut the first axis into one part for each rank: part `r` goes to rank `r`, and part `r` of the result is from it.
 
-
-def _exchanged(parts: Tensor, mesh: DeviceMesh) -> Tensor:
-    exchanged: Tensor = _AllToAll.apply(parts.contiguous(), mesh.get_group().group_name)
-    return exchanged
+    Parts are equal, unless `received` and `sent` tell their lengths. Differentiable: gradients go the opposite way.
+    """
+    return _AllToAll.apply(parts.contiguous(), received, sent, mesh.get_group().group_name)
 
 
 class _AllToAll(torch.autograd.Function):
-    """Cut the first axis into one part for each rank: part `r` goes to rank `r`, and part `r` of the result is from it.
-
-    It is its own inverse and its own transpose, so its backward pass is itself.
-    """
+    @staticmethod
+    def forward(ctx: Any, parts: Tensor, received: list[int] | None, sent: list[int] | None, group: Any) -> Tensor:
+        ctx.opposite = (sent, received, group)
+        return collectives.wait_tensor(collectives.all_to_all_single(parts, received, sent, group))
 
     @staticmethod
-    def forward(ctx: Any, parts: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        received: Tensor = collectives.wait_tensor(collectives.all_to_all_single(parts, None, None, group))
-        return received
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _AllToAll.apply(gradient.contiguous(), ctx.group), None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return _AllToAll.apply(gradient.contiguous(), *ctx.opposite), None, None, None

@@ -77,14 +77,10 @@ def remote_attention(
     attend = get_attention(attention) if isinstance(attention, str) else attention
     queries, keys = query.shape[2], key.shape[2]
     pieces = -(-queries // keys)
-    cut = _repeated_to(query, pieces * keys).unflatten(2, (pieces, keys)).flatten(1, 2)
+    filled = pieces * keys
+    if queries < filled:
+        query = query.repeat(1, 1, -(-filled // queries), 1)[:, :, :filled]
+    cut = query.unflatten(2, (pieces, keys)).flatten(1, 2)
     arguments = {"enable_gqa": True} | arguments
     out, lse = attend(cut, key, value, is_causal=False, return_lse=True, **arguments)
     return tuple(result.unflatten(1, (-1, pieces)).flatten(2, 3)[:, :, :queries] for result in (out, lse))
-
-
-def _repeated_to(query: Tensor, length: int) -> Tensor:
-    """The queries, repeated from the start up to this length."""
-    if query.shape[2] == length:
-        return query
-    return query.repeat(1, 1, -(-length // query.shape[2]), 1)[:, :, :length]

@@ -75,14 +75,14 @@ class DocumentBoundaries:
         """Boundaries as FlashAttention takes them: 0, then the end of each document. Raises ValueError for bad ones."""
         if isinstance(cu_seqlens, cls):
             return cu_seqlens
-        if not isinstance(cu_seqlens, Tensor):
-            return cls._from_ends(_as_integers(cu_seqlens, name), name)
-        check_ends(cu_seqlens, name)
-        refuse_capture(cu_seqlens, name)
-        return cls._from_ends(cu_seqlens.tolist(), name)
-
-    @classmethod
-    def _from_ends(cls, ends: list[int], name: str) -> Self:
+        if isinstance(cu_seqlens, Tensor):
+            check_ends(cu_seqlens, name)
+            refuse_capture(cu_seqlens, name)
+            ends = cu_seqlens.tolist()
+        elif isinstance(cu_seqlens, list | tuple) and _are_integers(cu_seqlens):
+            ends = list(cu_seqlens)
+        else:
+            raise ValueError(f"{name} must be an int32 tensor, a list of integers, or DocumentBoundaries")
         if len(ends) < 2 or ends[0] != 0:
             raise ValueError(f"{name} must begin with 0, and the end of at least one document must follow")
         for begin, end in pairwise(ends):
@@ -174,13 +174,6 @@ def read_boundaries(
                 "document"
             )
     return boundaries
-
-
-def _as_integers(ends: Any, name: str) -> list[int]:
-    numbers: list[Any] = list(ends) if isinstance(ends, list | tuple) else [None]
-    if not _are_integers(numbers):
-        raise ValueError(f"{name} must be an int32 tensor, a list of integers, or DocumentBoundaries")
-    return numbers
 
 
 def _are_integers(numbers: Iterable[Any]) -> bool:

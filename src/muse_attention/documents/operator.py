@@ -20,7 +20,7 @@ from muse_attention.core.precision import compute_dtype
 from muse_attention.core.recording import unrecorded_calls
 from muse_attention.core.structures import Partial
 from muse_attention.documents.boundaries import DocumentBoundaries, read_boundaries
-from muse_attention.documents.rows import attend_to_documents, config_of_document
+from muse_attention.documents.rows import attend_to_documents
 from muse_attention.ops import NAMESPACE
 
 _READS_ON_THE_HOST = (torch.Tag.cudagraph_unsafe,)
@@ -48,7 +48,6 @@ def packed_forward(
     of_queries = _as_boundaries(ends)
     of_keys = of_queries if ends_of_keys is ends else _as_boundaries(ends_of_keys)
     boundaries = read_boundaries(query.shape[0], of_queries, of_keys, longest, longest_of_keys)
-    config_of_document(config, boundaries.longest)
     with unrecorded_calls(), torch.no_grad(), torch.autocast(query.device.type, enabled=False):
         out, lse = attend_to_documents(
             query, key, value, boundaries, config, is_causal=is_causal, scale=scale, backend=backend, return_lse=True

@@ -144,7 +144,9 @@ def muse_attn_varlen_func(
     if torch.compiler.is_compiling():
         ends_of_both = (_as_tensor(cu_seqlens_q), _as_tensor(cu_seqlens_k), max_seqlen_q, max_seqlen_k)
         query, k, v = ops.cast_for_autocast(query, k, v)
-        out, lse, _ = operator.packed_forward(query, k, v, *ends_of_both, _as_text(config), causal, scale, backend)
+        # The operator reads it for the length of each document.
+        text = config if config is None or isinstance(config, str) else resolve_config(config, 1).text
+        out, lse, _ = operator.packed_forward(query, k, v, *ends_of_both, text, causal, scale, backend)
         return (out, lse) if return_lse else out
     boundaries = read_boundaries(len(q), cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     config_of_document(config, boundaries.longest)  # raises for an invalid configuration
@@ -258,8 +260,3 @@ def _as_tensor(ends: Boundaries) -> Tensor:
     if isinstance(ends, DocumentBoundaries):
         return ends.table
     return ends if isinstance(ends, Tensor) else DocumentBoundaries.read(ends, "cu_seqlens_q").table
-
-
-def _as_text(config: MuSeConfig | str | None) -> str | None:
-    """The configuration as an operator takes it, which reads it for the length of each document."""
-    return config if config is None or isinstance(config, str) else resolve_config(config, 1).text

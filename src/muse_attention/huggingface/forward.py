@@ -24,7 +24,7 @@ from muse_attention.huggingface.fallbacks import (
     warn_once,
     why_exact,
 )
-from muse_attention.huggingface.masks import Visible, stands_for_documents, visible
+from muse_attention.huggingface.masks import DOCUMENTS, stands_for, visible
 from muse_attention.registry import get_attention
 
 AttentionFunction = Callable[..., tuple[Tensor, None]]
@@ -93,7 +93,7 @@ def _forward(
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     # The compiler leaves packed documents out of its graphs: which kernels run depends on their lengths.
-    attend = _attend_uncompiled if stands_for_documents(attention_mask) else _attend
+    attend = _attend_uncompiled if stands_for(DOCUMENTS, attention_mask) else _attend
     return attend(module, query, key, value, attention_mask, dropout, scaling, is_causal, chosen, others), None
 
 
@@ -123,7 +123,7 @@ def _attend(
     length = query.shape[2]  # a static cache has room for more keys, which no query sees yet
     if seen.documents is not None and (reason is None or reason == SHORT) and not is_exact_only(dropout, others):
         attend = functools.partial(attend_to_documents, config=EXACT) if chosen is None else chosen.packed
-        rows = (_as_rows(tensor[:, :, :length]) for tensor in (query, key, value))
+        rows = (tensor[:, :, :length].transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
         scale = 1 / math.sqrt(query.shape[3]) if scaling is None else scaling
         settings: dict[str, Any] = {"is_causal": seen.is_causal, "scale": scale, "return_lse": sinks is not None}
         out, lse = attend(*rows, seen.documents, **settings)
@@ -131,7 +131,16 @@ def _attend(
         if sinks is not None and lse is not None:
             out = with_sinks(out, lse.unflatten(1, (query.shape[0], length)).transpose(0, 1), sinks)
     elif chosen is None or reason is not None:
-        return _attend_exactly(module, query, key, value, seen, dropout, scaling, others)
+        mask = seen.as_mask(query.shape[0], query.device)
+        if mask is not None and mask.shape[-1] < key.shape[2] and seen.documents is not None:
+            key, value = key[:, :, : mask.shape[-1]], value[:, :, : mask.shape[-1]]
+        if sinks is None:
+            inputs = (module, query, key, value, mask, dropout, scaling)
+            return sdpa_attention_forward(*inputs, is_causal=seen.is_causal, **others)[0]
+        is_causal = seen.is_causal and length > 1
+        out = exact_attention_with_sinks(
+            query, key, value, sinks, mask, is_causal=is_causal, scale=scaling, dropout=dropout
+        )
     else:
         key, value = key[:, :, :length], value[:, :, :length]
         settings = {"is_causal": seen.is_causal, "scale": scaling, "enable_gqa": True}
@@ -149,34 +158,3 @@ _attend_uncompiled = _disable_dynamo(_attend)
 def _longest_exact(settings: str | None, documents: DocumentBoundaries | None, length: int) -> int:
     config = resolve_config(settings, length) if documents is None else config_of_document(settings, length)
     return config.block_size
-
-
-def _as_rows(tensor: Tensor) -> Tensor:
-    """(batch, heads, length, dim) as (tokens, heads, dim)"""
-    return tensor.transpose(1, 2).flatten(0, 1)
-
-
-def _attend_exactly(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    seen: Visible,
-    dropout: float,
-    scaling: float | None,
-    others: dict[str, Any],
-) -> Tensor:
-    """Exact attention by transformers' own function, or by the library's for sinks, which the former lacks."""
-    mask = seen.as_mask(query.shape[0], query.device)
-    if mask is not None and mask.shape[-1] < key.shape[2] and seen.documents is not None:
-        key, value = key[:, :, : mask.shape[-1]], value[:, :, : mask.shape[-1]]
-    if others.get("s_aux") is None:
-        out: Tensor = sdpa_attention_forward(
-            module, query, key, value, mask, dropout, scaling, is_causal=seen.is_causal, **others
-        )[0]
-        return out
-    is_causal = seen.is_causal and query.shape[2] > 1
-    out = exact_attention_with_sinks(
-        query, key, value, others["s_aux"], mask, is_causal=is_causal, scale=scaling, dropout=dropout
-    )
-    return out.transpose(1, 2).contiguous()

@@ -47,8 +47,15 @@ from muse_attention.documents.arguments import (
 )
 from muse_attention.documents.boundaries import DocumentBoundaries
 
-_ATTRIBUTE = "muse_documents"
-_OFFSET = "muse_offset"
+CAUSAL, DOCUMENTS, CHUNK = 1, 2, 3
+"""What a tensor without keys stands for: the length of its second axis."""
+_TOLD = "muse_told"
+"""Attribute of one that stands for documents or a chunk: what `told_by` returns."""
+_LOST = {
+    DOCUMENTS: "the documents of the batch: pass it to the attention function unchanged, or put one document in each "
+    "row",
+    CHUNK: "the place of the chunk: prefill the whole prompt at once",
+}
 _MADE = "muse_is_plain"
 """Attribute of a mask that was made here: whether it expresses no more than padding and a KV cache."""
 _POSITIONS = "muse_position_ids"
@@ -89,10 +96,10 @@ def visible(
     """
     batch, queries, keys = query.shape[0], query.shape[2], key.shape[2]
     others = _unread(attention_mask, others)
-    if attention_mask is not None and stands_for_documents(attention_mask):
-        told = told_documents(attention_mask)
+    if attention_mask is not None and stands_for(DOCUMENTS, attention_mask):
+        told = told_by(attention_mask)
         return told._replace(documents=_cut(told.documents, find_documents(batch, queries, others)))
-    if stands_for_causal(attention_mask):
+    if stands_for(CAUSAL, attention_mask):
         attention_mask, is_causal = None, True
     if attention_mask is None and (queries == keys or (is_causal and queries < keys)) and not _is_unreadable(others):
         documents = find_documents(batch, queries, others) if queries > 1 else None
@@ -121,16 +128,12 @@ def _unread(attention_mask: Tensor | None, others: dict[str, Any]) -> dict[str, 
     return {**others, "position_ids": None} if read is not None and others.get("position_ids") is read else others
 
 
-def told_documents(attention_mask: Tensor) -> Visible:
-    """The documents of a mask that stands for them."""
-    told = getattr(attention_mask, _ATTRIBUTE, None)
+def told_by(attention_mask: Tensor) -> Any:
+    """Documents as `Visible`, by a mask that stands for `DOCUMENTS`; the tokens in the cache before a `CHUNK`."""
+    told = getattr(attention_mask, _TOLD, None)
     if told is None:
-        raise ValueError(
-            "the layer copied its mask, which loses the documents of the batch: pass it to the attention "
-            "function unchanged, or put one document in each row"
-        )
-    documents, is_causal = told
-    return Visible(None, is_causal, documents)
+        raise ValueError(f"the layer copied its mask, which loses {_LOST[attention_mask.shape[1]]}")
+    return told
 
 
 def is_general(attention_mask: Tensor) -> bool:
@@ -141,29 +144,9 @@ def is_general(attention_mask: Tensor) -> bool:
     return not torch.compiler.is_compiling() and not getattr(attention_mask, _MADE, False)
 
 
-def stands_for_causal(attention_mask: Tensor | None) -> bool:
-    """Whether it stands for a plain causal mask."""
-    return attention_mask is not None and attention_mask.shape[-1] == 0 and attention_mask.shape[1] == 1
-
-
-def stands_for_documents(attention_mask: Tensor | None) -> bool:
-    """Whether it stands for a mask that keeps documents and padding apart."""
-    return attention_mask is not None and attention_mask.shape[-1] == 0 and attention_mask.shape[1] == 2
-
-
-def stands_for_chunk(attention_mask: Tensor) -> bool:
-    """Whether it stands for the mask of a chunk that continues a KV cache."""
-    return attention_mask.shape[-1] == 0 and attention_mask.shape[1] == 3
-
-
-def offset_of_chunk(attention_mask: Tensor) -> int:
-    """Tokens in the cache before the chunk."""
-    offset: int | None = getattr(attention_mask, _OFFSET, None)
-    if offset is None:
-        raise ValueError(
-            "the layer copied its mask, which loses the place of the chunk: prefill the whole prompt at once"
-        )
-    return offset
+def stands_for(kind: int, attention_mask: Tensor | None) -> bool:
+    """Whether it stands for a mask that is `CAUSAL`, that keeps `DOCUMENTS` and padding apart, or that of a `CHUNK`."""
+    return attention_mask is not None and attention_mask.shape[-1] == 0 and attention_mask.shape[1] == kind
 
 
 _ATTENTION_LAYERS = (
@@ -206,8 +189,8 @@ def make_mask(
     allow_is_bidirectional_skip: bool = False,
     use_vmap: bool = False,
     device: torch.device | str = "cpu",
-    reads_masks: bool,
-    chunks: bool,
+    reads_masks: bool = False,
+    chunks: bool = False,
     **others: Any,
 ) -> Tensor | None:
     """transformers' mask for SDPA, (batch, 1, queries, keys), or what stands for it; None if nothing is masked.
@@ -223,22 +206,26 @@ def make_mask(
     if may_be_general and (use_vmap or (attention_mask is not None and not is_usual)):
         raise ValueError(GENERAL)
     documents, positions = (None, None) if compiling else _take_documents(batch_size, q_length)
-    causal = torch.empty(batch_size, 1, q_length, 0, dtype=torch.bool, device=device)
+
+    def stand_in(kind: int, told: object = None) -> Tensor:
+        mark = torch.empty(batch_size, kind, q_length, 0, dtype=torch.bool, device=device)
+        if not compiling:
+            setattr(mark, _TOLD, told)
+            setattr(mark, _POSITIONS, positions)
+        return mark
+
     if compiling and attention_mask is None and local_size is None and not use_vmap:
         if allow_is_bidirectional_skip:
             return None
         if q_length == kv_length and (allow_is_causal_skip or mask_function is not causal_mask_function):
             if not allow_is_causal_skip:
                 _assert_one_sequence(mask_function, batch_size, q_length, device)
-            return causal
+            return stand_in(CAUSAL)
     if documents is not None:
         is_causal = allow_is_causal_skip and mask_function is causal_mask_function
         is_full = allow_is_bidirectional_skip and mask_function is bidirectional_mask_function
         if (is_causal or is_full) and local_size is None and not use_vmap:
-            mark = torch.empty(batch_size, 2, q_length, 0, dtype=torch.bool, device=device)
-            setattr(mark, _ATTRIBUTE, (documents, is_causal))
-            setattr(mark, _POSITIONS, positions)
-            return mark
+            return stand_in(DOCUMENTS, Visible(None, is_causal, documents))
         if len(documents.lengths) > batch_size:
             if q_length != kv_length:
                 raise ValueError(REFUSAL)
@@ -248,10 +235,7 @@ def make_mask(
         offset = int(others.get("q_offset", 0))
         is_plain = local_size is None and not use_vmap and (attention_mask is None or bool(attention_mask.all()))
         if is_plain and offset > 0:
-            mark = torch.empty(batch_size, 3, q_length, 0, dtype=torch.bool, device=device)
-            setattr(mark, _OFFSET, offset)
-            setattr(mark, _POSITIONS, positions)
-            return mark
+            return stand_in(CHUNK, offset)
     mask = sdpa_mask(
         batch_size=batch_size,
         q_length=q_length,
@@ -265,12 +249,11 @@ def make_mask(
         device=device,
         **others,
     )
-    if mask is not None and not compiling:
+    if mask is None:
+        # A single query sees every key without a mask.
+        return stand_in(CAUSAL) if allow_is_causal_skip and q_length > 1 else None
+    if not compiling:
         setattr(mask, _MADE, is_usual and local_size is None and not use_vmap)
-    # A single query sees every key without a mask.
-    if mask is None and allow_is_causal_skip and q_length > 1:
-        mask = causal
-    if mask is not None and not compiling:
         setattr(mask, _POSITIONS, positions)
     return mask
 

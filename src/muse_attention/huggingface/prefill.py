@@ -27,7 +27,7 @@ from muse_attention.huggingface.fallbacks import (
     warn_once,
 )
 from muse_attention.huggingface.forward import exact_forward
-from muse_attention.huggingface.masks import offset_of_chunk, stands_for_chunk, visible
+from muse_attention.huggingface.masks import CHUNK, stands_for, told_by, visible
 from muse_attention.huggingface.registration import BY_NAME, implementation, register_function
 
 _NAME = f"{BY_NAME}chunked_prefill"
@@ -145,8 +145,8 @@ def _offset(
     others: dict[str, Any],
 ) -> int | None:
     """Tokens before those of a chunk. None if the rows are no chunk of a causal sequence."""
-    if attention_mask is not None and stands_for_chunk(attention_mask):
-        return offset_of_chunk(attention_mask)
+    if attention_mask is not None and stands_for(CHUNK, attention_mask):
+        return told_by(attention_mask)
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     if not is_causal or not attends_to_everything(module, others):

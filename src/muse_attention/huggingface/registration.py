@@ -22,12 +22,8 @@ BY_NAME = "muse_attention."
 """Prefix of implementations that are named after an attention, apart from those that users register."""
 _SPECIAL_NAMES = ("eager", "sdpa", "flash", "flex", "paged", "/", "|")
 """transformers treats names that contain one of these differently."""
-_registered: set[str] = set()
-"""Names of functions of this library."""
-_reading_masks: set[str] = set()
-"""Those whose function takes any mask."""
-_serving_chunks: set[str] = set()
-"""Those whose function continues a KV cache."""
+_registered: dict[str | None, dict[str, Any]] = {}
+"""Names of functions of this library, and whether each `reads_masks` and serves `chunks`, as `make_mask` asks."""
 
 
 def register(config: MuSeConfig | str | None = None, *, name: str = "muse") -> None:
@@ -90,9 +86,7 @@ def register_function(
     """
     AttentionInterface.register(name, function)
     AttentionMaskInterface.register(name, _mask)  # without one, padding would be dropped silently
-    _registered.add(name)
-    (_reading_masks.add if reads_masks else _reading_masks.discard)(name)
-    (_serving_chunks.add if chunks else _serving_chunks.discard)(name)
+    _registered[name] = {"reads_masks": reads_masks, "chunks": chunks}
     _guard()
 
 
@@ -101,10 +95,10 @@ def _mask(**arguments: Any) -> Tensor | None:
     if not torch.compiler.is_compiling():  # a model that is compiled was built, and refused then
         refuse_config(arguments.get("config"))
     name = getattr(arguments.get("config"), "_attn_implementation", None)
-    return make_mask(**arguments, reads_masks=name in _reading_masks, chunks=name in _serving_chunks)
+    return make_mask(**arguments, **_registered.get(name, {}))
 
 
 @functools.cache
 def _guard() -> None:
-    guard_models(lambda name: name in _registered)
-    guard_masks(lambda name: name in _registered, lambda name: name in _reading_masks)
+    guard_models(_registered.__contains__)
+    guard_masks(_registered.__contains__, lambda name: _registered[name]["reads_masks"])

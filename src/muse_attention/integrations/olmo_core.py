@@ -18,7 +18,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from muse_attention.config import MuSeConfig
 from muse_attention.core.sinks import with_sinks
-from muse_attention.distributed import ulysses
 from muse_attention.integrations.rows import attend_to_rows, check_config
 
 NO_WINDOW = (-1, -1)
@@ -51,7 +50,10 @@ def use_muse(model: nn.Module, config: MuSeConfig | str | None = None) -> list[s
         if layer.backend.dropout_p > 0:
             raise ValueError(f"{name} has attention dropout, which MuSe does not support: set dropout=0")
     for layer in layers.values():
-        layer.backend = MuSeAttentionBackend.in_place_of(layer.backend, config)
+        own = layer.backend
+        layer.backend = MuSeAttentionBackend(
+            config=config, head_dim=own.head_dim, n_heads=own.n_heads, n_kv_heads=own.n_kv_heads, scale=own.scale
+        )
     return list(layers)
 
 
@@ -62,16 +64,6 @@ class MuSeAttentionBackend(AttentionBackend):
         super().__init__(**arguments)
         self.config = config
         self.mesh: DeviceMesh | None = None
-
-    @classmethod
-    def in_place_of(cls, backend: AttentionBackend, config: MuSeConfig | str | None) -> MuSeAttentionBackend:
-        return cls(
-            config=config,
-            head_dim=backend.head_dim,
-            n_heads=backend.n_heads,
-            n_kv_heads=backend.n_kv_heads,
-            scale=backend.scale,
-        )
 
     @classmethod
     def assert_supported(cls) -> None:
@@ -122,18 +114,10 @@ class MuSeAttentionBackend(AttentionBackend):
             self.assert_supports_kv_cache()
         if any(argument is not None for argument in (cu_doc_lens_q, cu_doc_lens_k, local_k_slice)):
             self.assert_supports_ring_cp()
-
-        def attend(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-            query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
-            # The boundaries count over whole rows, under context parallelism too.
-            out, lse = attend_to_rows(query, key, value, cu_doc_lens, self.config, is_causal=True, scale=self.scale)
-            return out.transpose(1, 2), lse
-
-        query, key, value = (tensor.transpose(1, 2) for tensor in qkv)
-        if self.mesh is None:
-            out, lse = attend(query, key, value)
-        else:
-            out, lse = ulysses(attend, query, key, value, self.mesh)
+        query, key, value = qkv
+        out, lse = attend_to_rows(
+            query, key, value, cu_doc_lens, self.config, is_causal=True, scale=self.scale, mesh=self.mesh
+        )
         if sinks is not None:
-            out = with_sinks(out, lse, sinks)
-        return out.transpose(1, 2).contiguous()
+            out = with_sinks(out.transpose(1, 2), lse, sinks).transpose(1, 2)
+        return out.contiguous()

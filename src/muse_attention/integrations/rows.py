@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
+from torch.distributed.device_mesh import DeviceMesh
 
 from muse_attention.attention import resolve_config
 from muse_attention.config import MuSeConfig
-from muse_attention.documents.boundaries import Boundaries, DocumentBoundaries
+from muse_attention.distributed import ulysses
+from muse_attention.documents.boundaries import Boundaries
 from muse_attention.documents.varlen import muse_attn_func, muse_attn_varlen_func
 
 
@@ -21,6 +25,7 @@ def attend_to_rows(
     *,
     is_causal: bool,
     scale: float | None,
+    mesh: DeviceMesh | None = None,
 ) -> tuple[Tensor, Tensor]:
     """MuSe attention inside each document, or inside each row.
 
@@ -31,28 +36,27 @@ def attend_to_rows(
         documents: boundaries as `muse_attn_varlen_func` takes them, in all rows one after another; None if each row is
             one document
         config: as for `muse_attn_varlen_func`: None attends exactly to documents of up to 8k tokens
+        mesh: the ranks that hold parts of the length, of whole rows; boundaries count over whole rows all the same
 
     Returns:
         The output, (batch, length, heads, value_dim), and the lse, (batch, heads, length).
     """
+    if mesh is not None:
+
+        def attend(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+            query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
+            out, lse = attend_to_rows(query, key, value, documents, config, is_causal=is_causal, scale=scale)
+            return out.transpose(1, 2), lse
+
+        query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
+        out, lse = ulysses(attend, query, key, value, mesh)
+        return out.transpose(1, 2), lse
     if documents is None:
         return muse_attn_func(query, key, value, softmax_scale=scale, causal=is_causal, config=config, return_lse=True)
-    return _attend_to_documents(query, key, value, documents, config, is_causal, scale)
+    return _attend_uncompiled(query, key, value, documents, config, is_causal, scale)
 
 
-def attend_to_rows_in_graph(
-    query: Tensor, key: Tensor, value: Tensor, ends: Tensor, config: MuSeConfig | str | None, scale: float | None
-) -> tuple[Tensor, Tensor]:
-    """Causal `attend_to_rows` for trainers whose compiled graphs may not break: one operator, which reads `ends`.
-
-    Its backward pass attends to long documents once more, so `attend_to_rows` breaks the graph instead.
-    """
-    tokens = query.shape[0] * query.shape[1]
-    return _attend_as_one_row(query, key, value, ends, tokens, config, is_causal=True, scale=scale)
-
-
-@_disable_dynamo
-def _attend_to_documents(
+def attend_as_one_row(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -61,43 +65,36 @@ def _attend_to_documents(
     is_causal: bool,
     scale: float | None,
 ) -> tuple[Tensor, Tensor]:
-    """The compiler must not see boundaries, which differ in every batch."""
-    if query.is_cuda and torch.cuda.is_current_stream_capturing():
-        raise ValueError(
-            "a CUDA graph would keep the documents of one batch for all: turn CUDA graphs off (torchtitan: "
-            "--training.disable_cuda_graphs)"
-        )
-    boundaries = DocumentBoundaries.read(documents)
-    longest = boundaries.longest
-    return _attend_as_one_row(query, key, value, boundaries, longest, config, is_causal=is_causal, scale=scale)
+    """`attend_to_rows` for trainers whose compiled graphs may not break: one operator, which reads the boundaries.
 
-
-def _attend_as_one_row(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    boundaries: DocumentBoundaries | Tensor,
-    longest: int,
-    config: MuSeConfig | str | None,
-    *,
-    is_causal: bool,
-    scale: float | None,
-) -> tuple[Tensor, Tensor]:
-    batch = query.shape[0]
+    Its backward pass attends to long documents once more, so `attend_to_rows` breaks the graph instead.
+    """
+    batch, tokens = query.shape[0], query.shape[0] * query.shape[1]
     out, lse = muse_attn_varlen_func(
         query.flatten(0, 1),
         key.flatten(0, 1),
         value.flatten(0, 1),
-        boundaries,
-        boundaries,
-        longest,
-        longest,
+        documents,
+        documents,
+        tokens,
+        tokens,
         softmax_scale=scale,
         causal=is_causal,
         config=config,
         return_lse=True,
     )
     return out.unflatten(0, (batch, -1)), lse.unflatten(1, (batch, -1)).transpose(0, 1)
+
+
+@_disable_dynamo
+def _attend_uncompiled(query: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    """The compiler must not see boundaries, which differ in every batch."""
+    if query.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise ValueError(
+            "a CUDA graph would keep the documents of one batch for all: turn CUDA graphs off (torchtitan: "
+            "--training.disable_cuda_graphs)"
+        )
+    return attend_as_one_row(query, *arguments)
 
 
 def check_config(config: MuSeConfig | str | None) -> None:

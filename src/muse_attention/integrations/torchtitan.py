@@ -44,11 +44,10 @@ from torchtitan.protocols.module import Module
 from torchtitan.protocols.sharding import LocalMapConfig, ShardingConfig
 
 from muse_attention import ops
-from muse_attention.distributed import ulysses
 from muse_attention.documents import operator
 from muse_attention.documents.arguments import find_documents
 from muse_attention.documents.boundaries import DocumentBoundaries
-from muse_attention.integrations.rows import attend_to_rows, attend_to_rows_in_graph, check_config
+from muse_attention.integrations.rows import attend_as_one_row, attend_to_rows, check_config
 
 CAUSAL = (-1, 0)
 """`window_size` of a layer that attends to all of the past."""
@@ -99,7 +98,7 @@ class MuSeAttention(Module):
         with spmd.no_typecheck():
             query, key = q_BLNH.to(v_BLNH.dtype), k_BLNH.to(v_BLNH.dtype)  # a norm may have made them float32
             if torch.compiler.is_compiling():
-                out, lse = attend_to_rows_in_graph(query, key, v_BLNH, attention_masks.cu_seq_q, self.config, scale)
+                out, lse = attend_as_one_row(query, key, v_BLNH, attention_masks.cu_seq_q, self.config, True, scale)
             else:
                 # The boundaries on the host, where torchtitan has them, are not waited for.
                 ends = attention_masks.cu_seq_q_host or attention_masks.cu_seq_q
@@ -155,18 +154,11 @@ class MuSeUlyssesAttention(Module):
             )
         with spmd.no_typecheck():
             documents = _documents_of_whole_rows(attention_masks, self.mesh)
-
-            def attend(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-                query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
-                out, lse = attend_to_rows(query, key, value, documents, self.config, is_causal=True, scale=scale)
-                return out.transpose(1, 2), lse
-
-            query, key, value = (tensor.to(v_BLNH.dtype).transpose(1, 2) for tensor in (q_BLNH, k_BLNH, v_BLNH))
-            if self.mesh is None:
-                out, lse = attend(query, key, value)
-            else:
-                out, lse = ulysses(attend, query, key, value, self.mesh)
-            out, lse = out.transpose(1, 2).to(q_BLNH.dtype), lse.transpose(1, 2)
+            query, key = q_BLNH.to(v_BLNH.dtype), k_BLNH.to(v_BLNH.dtype)
+            out, lse = attend_to_rows(
+                query, key, v_BLNH, documents, self.config, is_causal=True, scale=scale, mesh=self.mesh
+            )
+            out, lse = out.to(q_BLNH.dtype), lse.transpose(1, 2)
         _type_like(q_BLNH, out, lse)
         return out if out_transform is None else out_transform(out, lse)
 

@@ -34,10 +34,10 @@ def attend(call: Call, selection: Selection | None) -> Reference:
 
     # Query heads that share a key head share its clustering too.
     group = q.shape[1] // key.shape[1]
-    k = key.repeat_interleave(group, dim=1)
-    v = value.repeat_interleave(group, dim=1)
+    k, v = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
     query_cluster = clusters.query_assignment.long()  # (batch, heads, n)
     key_cluster = clusters.key_assignment.long().repeat_interleave(group, dim=1)  # (batch, heads, m)
+    of_key = key_cluster[:, :, None].expand(-1, -1, length, -1)  # (batch, heads, n, m)
     block = torch.arange(length, device=q.device) // config.block_size  # (n,)
 
     # Which blocks a block sees from afar. Its own is attended to exactly, and is never among them.
@@ -48,15 +48,12 @@ def attend(call: Call, selection: Selection | None) -> Reference:
     accumulated = _accumulate(summaries, sees)
 
     # What each query reads: the summaries of its own query cluster, accumulated up to its own block.
-    c = take_rows(centroids, query_cluster)  # (batch, heads, n, D)
-    r = q - c
-    mu = take_rows(summaries.log_mass, query_cluster)  # (batch, heads, n, b, j)
-    kbar = take_rows(summaries.key_mean, query_cluster)
-    vbar = take_rows(summaries.value_mean, query_cluster)
+    r = q - take_rows(centroids, query_cluster)  # (batch, heads, n, D)
+    mu, kbar, vbar = (take_rows(table, query_cluster) for table in summaries.parts())  # (batch, heads, n, b, j, ..)
     at = torch.arange(length, device=q.device)
-    mu_all = take_rows(accumulated.log_mass, query_cluster)[:, :, at, block]  # (batch, heads, n, j)
-    kbar_all = take_rows(accumulated.key_mean, query_cluster)[:, :, at, block]
-    vbar_all = take_rows(accumulated.value_mean, query_cluster)[:, :, at, block]
+    mu_all, kbar_all, vbar_all = (  # (batch, heads, n, j, ..)
+        take_rows(table, query_cluster)[:, :, at, block] for table in accumulated.parts()
+    )
 
     cluster_logits = torch.einsum("xhnd,xhnjd->xhnj", r, kbar_all) + mu_all
     block_logits = torch.einsum("xhnd,xhnbjd->xhnbj", r, kbar) + mu
@@ -74,9 +71,7 @@ def attend(call: Call, selection: Selection | None) -> Reference:
         selection = _select(cluster_logits, cluster_exists, block_logits, block_exists, config)
     opened, retrieved = _selection_masks(selection, config, number_of_blocks)
 
-    key_retrieved = retrieved[..., block, :].gather(-1, key_cluster[:, :, None, :, None].expand(-1, -1, length, -1, 1))[
-        ..., 0
-    ]
+    key_retrieved = retrieved[..., block, :].gather(-1, of_key[..., None])[..., 0]
     cluster_stays = cluster_exists & ~opened
     block_stays = block_exists & opened[..., None, :] & ~retrieved
     if not config.monopole:
@@ -101,8 +96,8 @@ def attend(call: Call, selection: Selection | None) -> Reference:
     stands_for = (
         own.int()
         + key_retrieved.int()
-        + (cluster_stays.gather(-1, key_cluster[:, :, None].expand(-1, -1, length, -1)) & key_block_visible).int()
-        + block_stays[..., block, :].gather(-1, key_cluster[:, :, None, :, None].expand(-1, -1, length, -1, 1))[..., 0]
+        + (cluster_stays.gather(-1, of_key) & key_block_visible).int()
+        + block_stays[..., block, :].gather(-1, of_key[..., None])[..., 0]
     )
     return Reference(out, lse, clusters, selection, weights, stands_for)
 
@@ -131,7 +126,9 @@ def _summarise(
     k: Tensor, v: Tensor, centroids: Tensor, key_cluster: Tensor, block: Tensor, config: MuSeConfig
 ) -> Summaries:
     """`mu = log sum exp(c_i . k)`, `kbar`, `vbar` = means weighted by `exp(c_i . k)`, over each bucket (j, b)."""
-    member = _bucket_members(key_cluster, block, config)[:, :, None]  # (batch, heads, 1, b, j, m)
+    in_cluster = key_cluster[:, :, None] == torch.arange(config.key_clusters, device=block.device)[:, None]
+    in_block = block == torch.arange(int(block[-1]) + 1, device=block.device)[:, None]
+    member = (in_block[:, None] & in_cluster[:, :, None])[:, :, None]  # (batch, heads, 1, b, j, m)
     tilt = (centroids @ k.mT)[:, :, :, None, None]  # (batch, heads, i, 1, 1, m)
     mu = masked_logsumexp(tilt, member)
     weights = masked_softmax(tilt, mu, member)
@@ -142,12 +139,6 @@ def _summarise(
         key_mean=torch.einsum("xhibjm,xhmd->xhibjd", weights, k),
         value_mean=torch.einsum("xhibjm,xhmd->xhibjd", weights, v),
     )
-
-
-def _bucket_members(key_cluster: Tensor, block: Tensor, config: MuSeConfig) -> Tensor:
-    in_cluster = key_cluster[:, :, None] == torch.arange(config.key_clusters, device=block.device)[:, None]
-    in_block = block == torch.arange(int(block[-1]) + 1, device=block.device)[:, None]
-    return in_block[:, None] & in_cluster[:, :, None]  # (batch, heads, b, j, m)
 
 
 def _accumulate(summaries: Summaries, sees: Tensor) -> Summaries:

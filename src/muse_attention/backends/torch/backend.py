@@ -1,4 +1,11 @@
-"""The backend `torch`, for any device. Large logits are computed in float64 (`large_logits`)."""
+"""The backend `torch`, for any device. Large logits are computed in float64.
+
+The backward pass recomputes the weights from the lse: `p = exp(s - L)`. In float32 an `L` of 600 is rounded by up to
+3e-5, and so is every weight. Plain PyTorch keeps the weights and has no such error. So a float32 call on a CPU whose
+lse turns out large is computed again in float64, and its lse is kept in float64 for the backward pass. On a GPU that
+check would wait for the device, so float32 is computed in float32 there. Blockwise MuSe takes the results in float64
+from the first large lse of each head on, so that no later token changes a bit of an earlier output.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +17,15 @@ from torch import Tensor
 from muse_attention.backends.protocol import Backend
 from muse_attention.backends.torch import blockwise, far_field
 from muse_attention.backends.torch.block_choice import choose_blocks
-from muse_attention.backends.torch.find_clusters import find_clusters
-from muse_attention.backends.torch.large_logits import is_large, is_too_coarse, lse_dtype
+from muse_attention.backends.torch.clustering import find_clusters
 from muse_attention.config import MuSeConfig
 from muse_attention.core import local
 from muse_attention.core.call import Attended, Call, without_far_field
 from muse_attention.core.precision import compute_dtype
 from muse_attention.core.structures import Clusters, Partial, Selection
+
+LARGEST_LSE = 64.0
+"""From here on, float32 would cost the weights six of their 24 bits."""
 
 
 class TorchBackend(Backend):
@@ -32,9 +41,9 @@ class TorchBackend(Backend):
 
     def forward(self, call: Call, chosen: Selection | None) -> Attended:
         attended = _forward(call, chosen)
-        if is_too_coarse(call.query, attended.merged.lse):
+        if self._is_too_coarse(call.query, attended.merged.lse):
             attended = _in_float64(call, attended, chosen)
-        out, lse = attended.merged.out.to(call.query.dtype), attended.merged.lse.to(lse_dtype(call.query))
+        out, lse = attended.merged.out.to(call.query.dtype), attended.merged.lse.to(self.lse_dtype(call.query))
         return attended._replace(merged=Partial(out, lse))
 
     def backward(
@@ -42,7 +51,7 @@ class TorchBackend(Backend):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients, in the precision of the result of `forward`."""
         merged, of_inputs = attended.merged, call.query.dtype
-        dtype = torch.float64 if is_too_coarse(call.query, merged.lse) else of_inputs
+        dtype = torch.float64 if self._is_too_coarse(call.query, merged.lse) else of_inputs
         wide = compute_dtype(dtype)
         call, grad_out = _in_dtype(call, dtype), grad_out.to(dtype)
         grad_lse = None if grad_lse is None else grad_lse.to(wide)
@@ -55,7 +64,13 @@ class TorchBackend(Backend):
         return grad_query, grad_key, grad_value
 
     def lse_dtype(self, query: Tensor) -> torch.dtype:
-        return lse_dtype(query)
+        """float64 where it may have been computed so."""
+        may_repeat = query.dtype == torch.float32 and query.device.type == "cpu"
+        return torch.float64 if may_repeat else compute_dtype(query.dtype)
+
+    def _is_too_coarse(self, query: Tensor, lse: Tensor) -> bool:
+        """Whether a call may be repeated in float64, and has to be."""
+        return self.lse_dtype(query) != compute_dtype(query.dtype) and bool(_is_large(lse).any())
 
     def memory_size(self, call: Call, retrieved: Tensor) -> int:
         return 0
@@ -78,9 +93,14 @@ def _in_float64(call: Call, narrow: Attended, chosen: Selection | None) -> Atten
     if call.config.tolerance is None or not call.is_causal:
         return _forward(_in_dtype(call, torch.float64), chosen)
     wide = _forward(_in_dtype(call, torch.float64), narrow.selection)
-    since = is_large(narrow.merged.lse).cumsum(-1) > 0
+    since = _is_large(narrow.merged.lse).cumsum(-1) > 0
     out = torch.where(since[..., None], wide.merged.out, narrow.merged.out)
     return wide._replace(merged=Partial(out, torch.where(since, wide.merged.lse, narrow.merged.lse)))
+
+
+def _is_large(lse: Tensor) -> Tensor:
+    """Where a lse is too large for float32, or not finite."""
+    return ~(lse.abs() <= LARGEST_LSE)
 
 
 def _in_dtype(call: Call, dtype: torch.dtype) -> Call:

@@ -7,19 +7,35 @@ import math
 import torch
 from torch import Tensor
 
-from muse_attention.backends.torch.grouping import group_rows, rank_in_group, transposed
+from muse_attention.backends.torch.grouping import group_rows, head_groups, transposed
 from muse_attention.config import MuSeConfig
+from muse_attention.core.precision import compute_dtype
 from muse_attention.core.shuffle import seeded_shuffle
+from muse_attention.core.sides import join_sides, sides_to_cluster
+from muse_attention.core.structures import Clusters, Side
 
 MINIBATCH = 64
 DECAY = 0.9
 
 
-def cluster(vectors: Tensor, cap: int | None, clusters: int, config: MuSeConfig) -> tuple[Tensor, Tensor]:
-    """Cluster (heads, N, D) vectors: centroids (heads, clusters, D) and assignment (heads, N) int32."""
-    vectors = finite(vectors)
-    centroids = find_centroids(vectors, clusters, config)
-    return centroids, assign(vectors, centroids, cap, config)
+def find_clusters(query: Tensor, key: Tensor, config: MuSeConfig, *, scale: float) -> Clusters:
+    """Cluster the scaled queries and the keys of each head, a few heads at a time."""
+    sides = sides_to_cluster(query, key, config, scale=scale)
+    return join_sides(query, *(table for side in sides for table in _cluster(side, config)))
+
+
+def _cluster(side: Side, config: MuSeConfig) -> tuple[Tensor, Tensor]:
+    """Centroids (batch, heads, clusters, D) and assignment (batch, heads, N) int32."""
+    length, head_dim = side.vectors.shape[2:]
+    heads = side.vectors.flatten(0, 1)
+    dtype = compute_dtype(heads.dtype)
+    parts = []
+    for group in head_groups(heads.shape[0], 2 * length * (side.clusters + head_dim)):
+        vectors = finite(heads[group].to(dtype) * side.factor)
+        centroids = find_centroids(vectors, side.clusters, config)
+        parts.append((centroids, assign(vectors, centroids, side.cap, config)))
+    centroids, assignment = (torch.cat(part) for part in zip(*parts, strict=True))
+    return centroids.unflatten(0, side.vectors.shape[:2]), assignment.unflatten(0, side.vectors.shape[:2])
 
 
 def finite(vectors: Tensor) -> Tensor:
@@ -28,6 +44,7 @@ def finite(vectors: Tensor) -> Tensor:
 
 
 def find_centroids(vectors: Tensor, clusters: int, config: MuSeConfig) -> Tensor:
+    """(heads, clusters, D), of (heads, N, D) vectors."""
     length = vectors.shape[1]
     order = seeded_shuffle(length, config.seed, vectors.device)
     start = order[(torch.arange(clusters, device=order.device) * max(1, length // clusters)) % length]
@@ -98,7 +115,8 @@ def assign(vectors: Tensor, centroids: Tensor, cap: int | None, config: MuSeConf
             full = (room == 0).view(-1, clusters)[block[waiting]]
             assignment[waiting] = _nearest(affinity[waiting].masked_fill(full, -math.inf))
         proposals = group_rows(block[waiting] * clusters + assignment[waiting], room.shape[0])
-        rejected = rank_in_group(proposals) >= torch.repeat_interleave(room, proposals.sizes)
+        limit = torch.repeat_interleave(proposals.starts + room, proposals.sizes)
+        rejected = torch.arange(waiting.numel(), device=waiting.device) >= limit
         room = (room - proposals.sizes).clamp(min=0)
         waiting = waiting[proposals.order[rejected].sort().values]
     return assignment.view(heads, length).int()

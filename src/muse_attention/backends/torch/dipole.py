@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from muse_attention.backends.torch.grouping import Groups, group_rows, tiles, with_spare_row
+from muse_attention.backends.torch.grouping import Groups, group_rows, tiles
 from muse_attention.backends.torch.layout import FarField
 from muse_attention.backends.torch.summaries import accumulate, accumulate_backward, summarise, summarise_backward
 from muse_attention.core.exponential import exp_
@@ -123,9 +123,7 @@ def find_correction_backward(
     clusters = correction.moments.log_mass.shape[-1]
     for block, block_keys, block_values, buckets in _blocks(far, correction.moment_cluster, clusters):
         augmented = _with_moments(block_keys, block_values)
-        tables = tuple(
-            with_spare_row(part.shape[0] * part.shape[1], part.shape[2], part) for part in (block_keys, augmented)
-        )
+        tables = tuple(part.new_zeros(part[..., 0].numel() + 1, part.shape[2]) for part in (block_keys, augmented))
         summarise_backward(
             _at_block(of_blocks, block),
             _at_block(correction.moments, block),

@@ -8,11 +8,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from muse_attention.backends.torch import dipole, retrieval, segments, selection, summaries
-from muse_attention.backends.torch.grouping import join, with_spare_row
-from muse_attention.backends.torch.layout import FarField, Heads, by_key_head
+from muse_attention.backends.torch import dipole, retrieval, selection, summaries
+from muse_attention.backends.torch.grouping import join
+from muse_attention.backends.torch.layout import (
+    FarField,
+    as_rows,
+    by_key_head,
+    far_field,
+    groups_of_heads,
+    with_key_heads,
+)
 from muse_attention.core.call import Call
 from muse_attention.core.merging import merge
+from muse_attention.core.precision import compute_dtype
 from muse_attention.core.selection_shapes import SelectionShapes
 from muse_attention.core.structures import Partial, Selection
 
@@ -20,17 +28,17 @@ from muse_attention.core.structures import Partial, Selection
 def attend(own: Partial, call: Call, chosen: Selection | None) -> tuple[Partial, Selection]:
     """Merge the far field into `own`; also the selection, `chosen` if there is one."""
     of_rows = call.query.shape[:3]
-    heads = Heads.of(call)
+    heads = with_key_heads(call)
     shared_by = heads.query.shape[1]
     rows = None if chosen is None else _selection_by_key_head(chosen, shared_by)
     out, lse = by_key_head(own.out, shared_by), by_key_head(own.lse, shared_by)
     results = [
         _attend_heads(
-            Partial(heads.rows(out[group]), lse[group].flatten()),
-            heads[group].far_field(),
+            Partial(as_rows(out[group]), lse[group].flatten()),
+            far_field(heads, group),
             None if rows is None else _rows_of(rows, group),
         )
-        for group in heads.groups()
+        for group in groups_of_heads(heads)
     ]
     opened = torch.cat([selected.opened for _, selected in results])
     retrieved = torch.cat([selected.retrieved for _, selected in results])
@@ -52,7 +60,7 @@ def attend_backward(
     grad_lse: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Add the gradients of the far field to those of the own block."""
-    heads = Heads.of(call)
+    heads = with_key_heads(call)
     shared_by = heads.query.shape[1]
     rows = _selection_by_key_head(selected, shared_by)
     grad_out, out, lse = (by_key_head(tensor, shared_by) for tensor in (grad_out, merged.out, merged.lse))
@@ -60,14 +68,15 @@ def attend_backward(
     of_own = [by_key_head(gradient, heads_each) for gradient, heads_each in zip(own, (shared_by, 1, 1), strict=True)]
     gradients = [
         _attend_heads_backward(
-            [gradient[group].to(heads.dtype) for gradient in of_own],
+            [gradient[group].to(compute_dtype(call.query.dtype)) for gradient in of_own],
             grad_out[group],
             None if grad_lse is None else grad_lse[group],
             Partial(out[group], lse[group]),
-            heads[group],
+            far_field(heads, group),
+            call.scale,
             _rows_of(rows, group),
         )
-        for group in heads.groups()
+        for group in groups_of_heads(heads)
     ]
     grad_query, grad_key, grad_value = (join(part) for part in zip(*gradients, strict=True))
     return (
@@ -98,7 +107,7 @@ def _attend_heads(own: Partial, far: FarField, chosen: Selection | None) -> tupl
 
 def _attend_to_summaries(far: FarField, chosen: Selection | None) -> tuple[Partial, Selection]:
     rows, config = far.queries.shape[0], far.config
-    table = with_spare_row(rows, far.values.shape[-1], far.queries)
+    table = far.queries.new_zeros(rows + 1, far.values.shape[-1])  # the last row takes the padding, here and below
     partial = Partial(table, torch.full_like(table[:, 0], -torch.inf))
     filled = chosen
     if filled is None:
@@ -123,20 +132,20 @@ def _attend_heads_backward(
     grad_out: Tensor,
     grad_lse: Tensor | None,
     merged: Partial,
-    heads: Heads,
+    far: FarField,
+    scale: float,
     selected: Selection,
 ) -> tuple[Tensor, Tensor, Tensor]:
     grad_query, grad_key, grad_value = own
-    far = heads.far_field()
 
     def add(to_queries: Tensor, to_keys: Tensor, to_values: Tensor) -> None:
-        grad_query.add_(to_queries.view_as(grad_query), alpha=heads.scale)
+        grad_query.add_(to_queries.view_as(grad_query), alpha=scale)
         grad_key.add_(to_keys.view_as(grad_key))
         grad_value.add_(to_values.view_as(grad_value))
 
-    lse, grad_out = merged.lse.flatten(), heads.rows(grad_out)
+    lse, grad_out = merged.lse.flatten(), as_rows(grad_out)
     # `delta` and `L` are all that a term's backward needs from the other terms.
-    delta = (heads.rows(merged.out) * grad_out).sum(-1)
+    delta = (as_rows(merged.out) * grad_out).sum(-1)
     delta = delta if grad_lse is None else delta - grad_lse.flatten()
     if selected.opened.shape[-1] > 0:
         of_keys = (far.queries, far.key_rows, far.value_rows, far.picks(selected), far.buckets)
@@ -151,7 +160,7 @@ def _summaries_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     config = far.config
     grad_residuals, grad_keys, grad_values = (
-        with_spare_row(rows.shape[0], rows.shape[1], rows) for rows in (far.residuals, far.key_rows, far.value_rows)
+        rows.new_zeros(rows.shape[0] + 1, rows.shape[1]) for rows in (far.residuals, far.key_rows, far.value_rows)
     )
     for part in far.parts():
         scored = part.score()
@@ -161,9 +170,9 @@ def _summaries_backward(
             shift = dipole.shift_values(correction, part.residuals, part.segments)
             # Every summary term's value gained `shift`, so `dO . value - delta` gains `dO . shift`. (One part only.)
             delta = delta - (grad_out * shift).sum(-1)
-        gradients = segments.Gradients(scored, grad_out, lse, delta)
-        selection.attend_backward(scored, selected, gradients, fill_in=grad_residuals)
-        grad_buckets = gradients.of_buckets
+        grad_buckets, grad_seen = selection.attend_backward(
+            scored, selected, grad_out, lse, delta, fill_in=grad_residuals
+        )
         if config.dipole != "none":
             of_summaries, _ = _attend_to_summaries(far, selected)
             share = (of_summaries.lse - lse).clamp(max=0).exp()[:, None]
@@ -182,9 +191,7 @@ def _summaries_backward(
                 add_to=grad_buckets,
                 shares_are_frozen=not config.differentiable_aggregation,
             )
-        summaries.accumulate_backward(
-            gradients.accumulated, of_buckets, seen, is_causal=far.is_causal, add_to=grad_buckets
-        )
+        summaries.accumulate_backward(grad_seen, of_buckets, seen, is_causal=far.is_causal, add_to=grad_buckets)
         summaries.summarise_backward(
             grad_buckets,
             of_buckets,

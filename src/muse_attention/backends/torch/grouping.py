@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+WORKSPACE_ELEMENTS = 1 << 26
+"""Numbers in the intermediate results held at a time: heads go in groups that need about as many."""
 TILE_ELEMENTS = 1 << 21
 """Numbers in the largest intermediate of one batch of tiles."""
 LEAST_FILLING = 0.5
@@ -57,19 +59,20 @@ class Tiles:
         table.index_add_(0, places.flatten(), rows.flatten(0, 1))
 
 
-def join(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
+def head_groups(heads: int, elements_per_head: int) -> list[slice]:
+    """Consecutive heads, as many at a time as the workspace has room for."""
+    size = max(1, min(heads, WORKSPACE_ELEMENTS // elements_per_head))
+    return [slice(begin, begin + size) for begin in range(0, heads, size)]
+
+
+def join(parts: Sequence[Tensor]) -> Tensor:
     """`torch.cat`, without the copy it makes of a single contiguous part."""
-    return parts[0].contiguous() if len(parts) == 1 else torch.cat(list(parts), dim)
+    return parts[0].contiguous() if len(parts) == 1 else torch.cat(list(parts))
 
 
-def with_spare_row(rows: int, columns: int, like: Tensor) -> Tensor:
-    """A table of zeros with one more row than `rows`, which takes the padding."""
-    return like.new_zeros(rows + 1, columns)
-
-
-def with_zero_row(table: Tensor) -> Tensor:
-    """The table with one more row, of zeros: what padding reads."""
-    return torch.nn.functional.pad(table, (0, 0, 0, 1))
+def with_padding(table: Tensor, value: float = 0) -> Tensor:
+    """The table with one more row, of this number: what padding reads."""
+    return torch.cat([table, torch.full_like(table[:1], value)])
 
 
 def take_rows(table: Tensor, rows: Tensor) -> Tensor:
@@ -88,13 +91,6 @@ def group_rows(group_of_row: Tensor, number_of_groups: int) -> Groups:
     order = torch.sort(group_of_row, stable=True).indices[int(sizes[0]) :]
     sizes = sizes[1:]
     return Groups(order, sizes.cumsum(0) - sizes, sizes)
-
-
-def rank_in_group(groups: Groups) -> Tensor:
-    """(grouped rows,) int64: for each place of `order`, its rank inside its group."""
-    return torch.arange(groups.order.shape[0], device=groups.order.device) - torch.repeat_interleave(
-        groups.starts, groups.sizes
-    )
 
 
 def tiles(

@@ -10,121 +10,87 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from muse_attention.backends.torch import summaries
-from muse_attention.backends.torch.grouping import Groups, group_rows
-from muse_attention.backends.torch.segments import Scored
+from muse_attention.backends.torch.grouping import Groups, group_rows, head_groups
+from muse_attention.backends.torch.selection import Scored
 from muse_attention.config import MuSeConfig
 from muse_attention.core.call import Call
 from muse_attention.core.precision import compute_dtype
-from muse_attention.core.structures import Selection
+from muse_attention.core.structures import Clusters, Selection
 
-WORKSPACE_ELEMENTS = 1 << 26
-"""Numbers in the intermediate results held at a time: key heads go in groups that need about as many."""
 SUMMARY_ELEMENTS = 1 << 23
 """Numbers in the summaries held at a time: beyond that, query clusters go in groups."""
 
 
-def head_groups(heads: int, elements_per_head: int) -> list[slice]:
-    """Consecutive heads, as many at a time as the workspace has room for."""
-    size = max(1, min(heads, WORKSPACE_ELEMENTS // elements_per_head))
-    return [slice(begin, begin + size) for begin in range(0, heads, size)]
+def with_key_heads(call: Call) -> Call:
+    """The call with every key head as a sequence of its own, which the query heads that share it attend to."""
+    shared_by = call.query.shape[1] // call.key.shape[1]
+    query, centroids, assignment = (
+        by_key_head(tensor, shared_by)
+        for tensor in (call.query, call.clusters.query_centroids, call.clusters.query_assignment)
+    )
+    key, value, key_assignment = (
+        by_key_head(tensor, 1) for tensor in (call.key, call.value, call.clusters.key_assignment)
+    )
+    clusters = Clusters(centroids, assignment, call.clusters.key_centroids, key_assignment)
+    return dataclasses.replace(call, query=query, key=key, value=value, clusters=clusters)
 
 
-@dataclass(frozen=True)
-class Heads:
-    """Some key heads, of any sequence, and the query heads that share them."""
+def groups_of_heads(call: Call) -> list[slice]:
+    """Groups of key heads small enough for the workspace."""
+    config = call.config
+    key_heads, shared_by, length, head_dim = call.query.shape
+    value_dim, query_clusters = call.value.shape[-1], call.clusters.query_centroids.shape[2]
+    of_summaries = query_clusters * config.key_clusters * config.number_of_blocks(length) * (head_dim + value_dim)
+    picks = min(config.retrieved_clusters * config.retrieved_blocks, 16)
+    of_rows = length * (4 * head_dim + picks * value_dim)
+    return head_groups(key_heads, shared_by * (4 * min(SUMMARY_ELEMENTS, of_summaries) + of_rows))
 
-    query: Tensor
-    """(G, R, N, D), unscaled, in the dtype of the inputs"""
-    key: Tensor
-    """(G, 1, N, D)"""
-    value: Tensor
-    """(G, 1, N, Dv)"""
-    query_centroids: Tensor
-    """(G, R, Q, D)"""
-    query_assignment: Tensor
-    """(G, R, N)"""
-    key_assignment: Tensor
-    """(G, N)"""
-    scale: float
-    config: MuSeConfig
-    is_causal: bool
 
-    @classmethod
-    def of(cls, call: Call) -> Heads:
-        """All heads of a call."""
-        shared_by, clusters = call.query.shape[1] // call.key.shape[1], call.clusters
-        return cls(
-            query=by_key_head(call.query, shared_by),
-            key=by_key_head(call.key, 1),
-            value=by_key_head(call.value, 1),
-            query_centroids=by_key_head(clusters.query_centroids, shared_by),
-            query_assignment=by_key_head(clusters.query_assignment, shared_by),
-            key_assignment=by_key_head(clusters.key_assignment, 1)[:, 0],
-            scale=call.scale,
-            config=call.config,
-            is_causal=call.is_causal,
-        )
+def as_rows(tensor: Tensor) -> Tensor:
+    """(G, R, N, X) -> (G R N, X), in the dtype of the computation."""
+    return tensor.to(compute_dtype(tensor.dtype)).flatten(0, 2)
 
-    def groups(self) -> list[slice]:
-        """Groups of key heads small enough for the workspace."""
-        config = self.config
-        key_heads, shared_by, length, head_dim = self.query.shape
-        value_dim, query_clusters = self.value.shape[-1], self.query_centroids.shape[2]
-        of_summaries = query_clusters * config.key_clusters * config.number_of_blocks(length) * (head_dim + value_dim)
-        picks = min(config.retrieved_clusters * config.retrieved_blocks, 16)
-        of_rows = length * (4 * head_dim + picks * value_dim)
-        return head_groups(key_heads, shared_by * (4 * min(SUMMARY_ELEMENTS, of_summaries) + of_rows))
 
-    def __getitem__(self, group: slice) -> Heads:
-        own: dict[str, Any] = {name: part[group] for name, part in vars(self).items() if isinstance(part, Tensor)}
-        return dataclasses.replace(self, **own)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return compute_dtype(self.query.dtype)
-
-    def rows(self, tensor: Tensor) -> Tensor:
-        """(G, R, N, X) -> (G R N, X), in the dtype of the computation."""
-        return tensor.to(self.dtype).flatten(0, 2)
-
-    def far_field(self) -> FarField:
-        """The inputs of the stages beyond the own block."""
-        config = self.config
-        key_heads, query_heads, length, _ = self.query.shape
-        blocks = config.number_of_blocks(length)
-        queries = self.rows(self.query) * self.scale
-        device = queries.device
-        block = torch.arange(length, device=device) // config.block_size
-        head = torch.arange(key_heads, device=device)[:, None]
-        per_head = self.query_centroids.shape[2]
-        query_clusters = query_heads * per_head
-        centroids, assignment = _largest_first(self.query_centroids.to(self.dtype), self.query_assignment.long())
-        centroids = centroids.flatten(1, 2)  # (G, R Q, D)
-        query_cluster = assignment + torch.arange(query_heads, device=device)[:, None] * per_head  # (G, R, N)
-        key_cluster = self.key_assignment.long()  # (G, N)
-        segment = (block * key_heads + head[..., None]) * query_clusters + query_cluster
-        bucket = (head * blocks + block) * config.key_clusters + key_cluster
-        own_centroid = centroids.flatten(0, 1)[(head[..., None] * query_clusters + query_cluster).flatten()]
-        return FarField(
-            queries=queries,
-            residuals=queries - own_centroid,
-            keys=self.key[:, 0].to(self.dtype).contiguous(),
-            values=self.value[:, 0].to(self.dtype).contiguous(),
-            centroids=centroids,
-            key_cluster=key_cluster,
-            segments=group_rows(segment.flatten(), key_heads * blocks * query_clusters),
-            buckets=group_rows(bucket.flatten(), key_heads * blocks * config.key_clusters),
-            blocks=blocks,
-            query_heads=query_heads,
-            config=config,
-            is_causal=self.is_causal,
-        )
+def far_field(call: Call, group: slice) -> FarField:
+    """The inputs of the stages beyond the own block, for a group of key heads of a call `with_key_heads`."""
+    config, clusters = call.config, call.clusters
+    query, key, value = call.query[group], call.key[group], call.value[group]
+    key_heads, query_heads, length, _ = query.shape
+    blocks = config.number_of_blocks(length)
+    queries = as_rows(query) * call.scale
+    device = queries.device
+    block = torch.arange(length, device=device) // config.block_size
+    head = torch.arange(key_heads, device=device)[:, None]
+    per_head = clusters.query_centroids.shape[2]
+    query_clusters = query_heads * per_head
+    centroids, assignment = _largest_first(
+        clusters.query_centroids[group].to(queries.dtype), clusters.query_assignment[group].long()
+    )
+    centroids = centroids.flatten(1, 2)  # (G, R Q, D)
+    query_cluster = assignment + torch.arange(query_heads, device=device)[:, None] * per_head  # (G, R, N)
+    key_cluster = clusters.key_assignment[group, 0].long()  # (G, N)
+    segment = (block * key_heads + head[..., None]) * query_clusters + query_cluster
+    bucket = (head * blocks + block) * config.key_clusters + key_cluster
+    own_centroid = centroids.flatten(0, 1)[(head[..., None] * query_clusters + query_cluster).flatten()]
+    return FarField(
+        queries=queries,
+        residuals=queries - own_centroid,
+        keys=key[:, 0].to(queries.dtype).contiguous(),
+        values=value[:, 0].to(queries.dtype).contiguous(),
+        centroids=centroids,
+        key_cluster=key_cluster,
+        segments=group_rows(segment.flatten(), key_heads * blocks * query_clusters),
+        buckets=group_rows(bucket.flatten(), key_heads * blocks * config.key_clusters),
+        blocks=blocks,
+        query_heads=query_heads,
+        config=config,
+        is_causal=call.is_causal,
+    )
 
 
 @dataclass(frozen=True)

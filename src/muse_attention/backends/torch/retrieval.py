@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from muse_attention.backends.torch.grouping import Groups, Tiles, group_rows, join, take_rows, tiles, with_zero_row
+from muse_attention.backends.torch.grouping import Groups, Tiles, group_rows, join, take_rows, tiles, with_padding
 from muse_attention.core.exponential import exp_
 from muse_attention.core.structures import Partial
 
@@ -28,7 +28,7 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, picks: Tensor, buckets
     `keys` and `values` are the rows that `buckets` groups.
     """
     picks = _without_empty_buckets(picks, buckets)
-    values = with_zero_row(torch.cat([values, torch.ones_like(values[:, :1])], dim=1))
+    values = with_padding(torch.cat([values, torch.ones_like(values[:, :1])], dim=1))
     at_once = max(1, PARTIAL_ELEMENTS // values.shape[1] // max(1, picks.shape[1]))
     partials = [
         _attend(rows, keys, values, picks_of_rows, buckets)
@@ -52,14 +52,10 @@ def _attend(queries: Tensor, keys: Tensor, values: Tensor, picks: Tensor, bucket
         total = sums[..., value_dim:]
         tile.pairs.scatter(out, sums[..., :value_dim] / total)
         tile.pairs.scatter(lse, (total.log() + shift)[..., 0])
-    return _merge(out[:-1], lse[:-1].view_as(picks))
-
-
-def _merge(out: Tensor, lse: Tensor) -> Partial:
-    """Merge the pairs of each query."""
+    out, lse = out[:-1].view(*picks.shape, -1), lse[:-1].view_as(picks)
     merged = lse.logsumexp(-1)
     shares = exp_(lse - torch.where(merged == -torch.inf, 0, merged)[:, None])
-    return Partial(torch.bmm(shares[:, None], out.view(*lse.shape, -1))[:, 0], merged)
+    return Partial(torch.bmm(shares[:, None], out)[:, 0], merged)
 
 
 def attend_backward(
@@ -74,7 +70,7 @@ def attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of queries, keys and values. `lse` and `delta` are those of the merged softmax."""
     # Padded keys are the zero row: they give nothing to the queries, and what they receive falls into a spare row.
-    keys, values = with_zero_row(keys), with_zero_row(values)
+    keys, values = with_padding(keys), with_padding(values)
     grad_queries, grad_keys, grad_values = (torch.zeros_like(rows) for rows in (queries, keys, values))
     for tile in _pair_tiles(_without_empty_buckets(picks, buckets), buckets, queries.shape[-1]):
         tile_queries, tile_grad_out = take_rows(queries, tile.query_rows), take_rows(grad_out, tile.query_rows)
@@ -84,9 +80,10 @@ def attend_backward(
         weights = exp_(torch.bmm(tile_queries, tile_keys.mT).sub_(tile_lse).clamp_(max=0))
         d_logits = torch.bmm(tile_grad_out, tile_values.mT).sub_(take_rows(delta, tile.query_rows)[..., None])
         d_logits.mul_(weights)
-        _add_rows(grad_queries, tile.query_rows, d_logits @ tile_keys)
-        _add_rows(grad_keys, tile.key_places, d_logits.mT @ tile_queries)
-        _add_rows(grad_values, tile.key_places, weights.mT @ tile_grad_out)
+        places = tile.key_places.flatten()
+        grad_queries.index_add_(0, tile.query_rows.flatten(), (d_logits @ tile_keys).flatten(0, 1))
+        grad_keys.index_add_(0, places, (d_logits.mT @ tile_queries).flatten(0, 1))
+        grad_values.index_add_(0, places, (weights.mT @ tile_grad_out).flatten(0, 1))
     return grad_queries, grad_keys[:-1], grad_values[:-1]
 
 
@@ -133,7 +130,3 @@ def _buckets_by_size(buckets: Groups, pairs: Groups) -> Iterator[tuple[Tensor, i
             end += 1
         yield wanted[begin:end], lengths[end - 1]
         begin = end
-
-
-def _add_rows(table: Tensor, rows: Tensor, gradients: Tensor) -> None:
-    table.index_add_(0, rows.flatten(), gradients.flatten(0, 1))

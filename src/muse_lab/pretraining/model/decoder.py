@@ -47,10 +47,10 @@ from transformers.utils.output_capturing import capture_outputs
 
 from muse_attention.core.precision import compute_dtype
 from muse_attention.distributed import ulysses
-from muse_attention.distributed.neighbours import from_rank_before
+from muse_attention.distributed.all_to_all import from_rank_before
 from muse_attention.documents.boundaries import DocumentBoundaries
 from muse_attention.documents.rows import attend_to_windows
-from muse_attention.huggingface.masks import stands_for_causal, stands_for_documents, told_documents
+from muse_attention.huggingface.masks import CAUSAL, DOCUMENTS, stands_for, told_by
 from muse_attention.huggingface.registration import BY_NAME, register_attention
 from muse_lab.pretraining.model.chunked_loss import IGNORED, chunked_cross_entropy
 from muse_lab.pretraining.model.configuration import GLOBAL, SLIDING, DecoderConfig
@@ -285,11 +285,11 @@ class Decoder(DecoderPreTrainedModel):
         causal = create_causal_mask(config=self.config, **arguments)
         masks = {GLOBAL: causal, SLIDING: None}
         from_start = hidden_states.shape[1] > 1 and (past is None or past.get_seq_length() == 0)
-        if not (stands_for_documents(causal) or stands_for_causal(causal)):
+        if not (stands_for(DOCUMENTS, causal) or stands_for(CAUSAL, causal)):
             causal = create_causal_mask(config=self._exact_config, **arguments)
-        if from_start and stands_for_documents(causal):
+        if from_start and stands_for(DOCUMENTS, causal):
             masks[SLIDING] = causal
-        elif not (from_start and stands_for_causal(causal)):
+        elif not (from_start and stands_for(CAUSAL, causal)):
             masks[SLIDING] = create_sliding_window_causal_mask(config=self._exact_config, **arguments)
         return masks
 
@@ -420,9 +420,9 @@ def _attend_in_window(
     Queries and keys are tokens `part[0]` to `part[1]` of each row; None is the whole row. The mask is of whole rows.
     """
     length = query.shape[2]
-    if stands_for_causal(attention_mask):
+    if stands_for(CAUSAL, attention_mask):
         attention_mask = None
-    if attention_mask is not None and stands_for_documents(attention_mask):
+    if attention_mask is not None and stands_for(DOCUMENTS, attention_mask):
         return _attend_in_windows_of_documents(query, key, value, attention_mask, window, part)
     if attention_mask is not None or length == 1:
         return scaled_dot_product_attention(query, key, value, attention_mask)
@@ -435,7 +435,7 @@ def _attend_in_windows_of_documents(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, window: int, part: tuple[int, int] | None
 ) -> Tensor:
     """`mask` stands for the documents of the batch, which the compiler cannot know."""
-    documents = told_documents(mask).documents
+    documents = told_by(mask).documents
     assert documents is not None
     batch, _, length, head_dim = query.shape
     if part is not None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from muse_attention.backends.torch.grouping import with_zero_row
+from muse_attention.backends.torch.grouping import with_padding
 from muse_attention.config import MuSeConfig
 
 
@@ -25,7 +25,6 @@ class Buckets:
     """(buckets,) int64"""
     sizes: Tensor
     """(buckets,) int64"""
-    block_size: int
     key_clusters: int
 
     @classmethod
@@ -37,12 +36,11 @@ class Buckets:
         order = bucket.sort(stable=True).indices
         sizes = torch.bincount(bucket, minlength=seen_blocks * config.key_clusters)
         return cls(
-            with_zero_row(keys[order]),
-            with_zero_row(values[order]),
+            with_padding(keys[order]),
+            with_padding(values[order]),
             order,
             sizes.cumsum(0) - sizes,
             sizes,
-            config.block_size,
             config.key_clusters,
         )
 

@@ -17,7 +17,7 @@ from muse_attention.backends.torch.blockwise.columns import Columns, leave_out_r
 from muse_attention.backends.torch.blockwise.query_slots import Slots, most_slots, slot_rows
 from muse_attention.backends.torch.blockwise.slopes import Slopes, find_slopes
 from muse_attention.backends.torch.blockwise.summaries import Spread, Table, summarise, summarise_backward
-from muse_attention.backends.torch.grouping import take_rows, transposed
+from muse_attention.backends.torch.grouping import take_rows, transposed, with_padding
 from muse_attention.config import MuSeConfig
 from muse_attention.core.call import Call
 from muse_attention.core.expected_error import LEAST_PLAIN_SPREAD
@@ -261,8 +261,8 @@ def _attend_block(block: _Block, own: Partial, selected: Tensor, *, decide: bool
         selected[slots.tiles[is_tile], :seen] = first[is_tile]
     tiles = (-1, config.tile)
     keys = retrieval.attend(
-        _with_padding(queries.view(*tiles, queries.shape[-1])),
-        _with_padding(slots.row_in_tile.view(tiles), NO_ROW),
+        with_padding(queries.view(*tiles, queries.shape[-1])),
+        with_padding(slots.row_in_tile.view(tiles), NO_ROW),
         first.flatten(0, 1),
         block.head.buckets,
     )
@@ -291,14 +291,13 @@ def _attend_block_backward(
     # Padding gets an infinite lse, and so no weight.
     row_lse = torch.where(slots.row_in_tile == NO_ROW, torch.inf, gather(lse.to(queries.dtype), slots.rows))
     row_grad, row_delta = gather(grad_out, slots.rows), gather(delta, slots.rows)
-    first = queries.new_empty(*slots.tiles.shape, seen, dtype=torch.uint8)
+    first = _read_selection(slots, selected, columns)
     to_queries = torch.empty_like(queries)
     for batch, batch_slots in slots.split(block.slots_at_once):
         logits, residuals, reach = block.score(batch_slots, queries[batch])
         slope = block.slope(residuals, reach)
         batch_delta = row_delta[batch] if slope is None else row_delta[batch] - (row_grad[batch] * slope[0]).sum(-1)
         weights = exp_(logits.sub_(row_lse[batch][..., None]).clamp_(max=0))
-        first[batch] = _read_selection(batch_slots, selected, columns)
         leave_out_retrieved(weights, batch_slots, first[batch])
         d_logits = (
             products(row_grad[batch], of_values[..., :seen], batch_slots).sub_(batch_delta[..., None]).mul_(weights)
@@ -312,13 +311,13 @@ def _attend_block_backward(
             d_keys[cluster].addmm_(d_logits[place].mT, residuals[place])
             d_values[cluster].addmm_(weights[place].mT, row_grad[batch][place])
     tiles = (-1, config.tile)
-    by_tile = _with_padding(to_queries.view(*tiles, queries.shape[-1]))
+    by_tile = with_padding(to_queries.view(*tiles, queries.shape[-1]))
     retrieval.attend_backward(
-        _with_padding(row_grad.view(*tiles, row_grad.shape[-1])),
-        _with_padding(row_lse.view(tiles), torch.inf),
-        _with_padding(row_delta.view(tiles)),
-        _with_padding(queries.view(*tiles, queries.shape[-1])),
-        _with_padding(slots.row_in_tile.view(tiles), NO_ROW),
+        with_padding(row_grad.view(*tiles, row_grad.shape[-1])),
+        with_padding(row_lse.view(tiles), torch.inf),
+        with_padding(row_delta.view(tiles)),
+        with_padding(queries.view(*tiles, queries.shape[-1])),
+        with_padding(slots.row_in_tile.view(tiles), NO_ROW),
         first.flatten(0, 1),
         block.head.buckets,
         add_to=(by_tile, grad_keys, grad_values),
@@ -343,7 +342,7 @@ def _read_selection(slots: Slots, selected: Tensor, columns: Columns) -> Tensor:
 
 def gather(table: Tensor, rows: Tensor) -> Tensor:
     """(slots, rows, ...) of a (queries, ...) table; 0 at padded places."""
-    return take_rows(_with_padding(table), rows)
+    return take_rows(with_padding(table), rows)
 
 
 def scatter(slots: Tensor, rows: Tensor, like: Tensor) -> Tensor:
@@ -351,7 +350,3 @@ def scatter(slots: Tensor, rows: Tensor, like: Tensor) -> Tensor:
     table = like.new_empty(like.shape[0] + 1, *like.shape[1:])
     table[rows] = slots
     return table[:-1]
-
-
-def _with_padding(tiles: Tensor, value: float = 0) -> Tensor:
-    return torch.cat([tiles, torch.full_like(tiles[:1], value)])

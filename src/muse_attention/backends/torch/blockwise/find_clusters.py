@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from muse_attention.backends.torch import clustering
-from muse_attention.backends.torch.layout import head_groups
+from muse_attention.backends.torch.grouping import head_groups
 from muse_attention.config import MuSeConfig
 from muse_attention.core.cluster_shapes import ClusterShapes
 from muse_attention.core.generations import Generations

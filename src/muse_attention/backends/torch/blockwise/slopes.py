@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from muse_attention.backends.torch.blockwise.buckets import Buckets
+from muse_attention.backends.torch.clustering import finite
 from muse_attention.core.generations import Generations
 from muse_attention.core.slopes import LARGEST_REACH, TILT_OF_SLOPE
 
@@ -51,8 +52,8 @@ def find_slopes(buckets: Buckets, centroids: Tensor, generations: Generations) -
                 sees = sees < block if generations.is_causal else sees != block
                 share = torch.softmax(mass[sees], 0)
                 # NaN and inf must reach what attends to them, not every output that has a slope.
-                slopes.matrix[head, block] = _finite(torch.tensordot(share, matrix[sees], 1))
-                slopes.spread[head, block] = _finite(share @ spread[sees])
+                slopes.matrix[head, block] = finite(torch.tensordot(share, matrix[sees], 1))
+                slopes.spread[head, block] = finite(share @ spread[sees])
     return slopes
 
 
@@ -70,7 +71,3 @@ def _of_block(buckets: Buckets, bucket: Tensor, block: int, centre: Tensor) -> t
     off = keys - (mean / torch.where(total > 0, total, 1)[:, None])[within]
     weighted = off * weights[:, None]
     return mass, weighted.mT @ values, (weighted * off).sum() / keys.shape[1]
-
-
-def _finite(numbers: Tensor) -> Tensor:
-    return torch.where(numbers.isfinite(), numbers, 0)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from muse_attention.backends.torch.blockwise.buckets import Buckets
+from muse_attention.backends.torch.clustering import finite
 from muse_attention.backends.torch.grouping import Groups, Tiles, tiles, transposed
 from muse_attention.core.exponential import exp_
 from muse_attention.core.generations import Generations
@@ -107,9 +108,8 @@ def _plain_spread(buckets: Buckets) -> tuple[Tensor, Tensor, Tensor]:
     """
     keys, sizes = buckets.keys[:-1], buckets.sizes
     bucket = torch.repeat_interleave(torch.arange(sizes.shape[0], device=sizes.device), sizes)
-    finite = torch.nan_to_num(keys, nan=0.0, posinf=0.0, neginf=0.0)
     count = sizes.clamp(min=1).to(keys.dtype)
-    mean = keys.new_zeros(sizes.shape[0], keys.shape[1]).index_add_(0, bucket, finite) / count[:, None]
+    mean = keys.new_zeros(sizes.shape[0], keys.shape[1]).index_add_(0, bucket, finite(keys)) / count[:, None]
     squared = (keys - mean[bucket]).square().sum(-1)
     plain = torch.zeros_like(count).index_add_(0, bucket, squared) / (count * keys.shape[1])
     return torch.nn.functional.pad(squared, (0, 1)), mean, torch.where(sizes > 1, plain, 0)
