@@ -149,7 +149,7 @@ def test_info_says_what_triton_needs(
 def test_bench_writes_results_report_and_picture(tmp_path: Path) -> None:
     folder = tmp_path / "benchmarks"
     out = assert_done(run_muse(*SHORT_BENCH, "--output", folder, "--name", "short"))
-    endings = ("-forward-backward.png", "-forward.png", ".csv", ".html", ".json", ".md")
+    endings = ("-forward-backward.png", "-forward.png", ".html", ".json", ".md")
     assert sorted(file.name for file in folder.iterdir()) == [f"short{ending}" for ending in endings]
     default = str(MuSeConfig.for_length(512)).partition(",")[0]
     for expected in ("SDPA", default, "block_diagonal:256", "moba:L256B16R1", "wrote"):
@@ -159,7 +159,7 @@ def test_bench_writes_results_report_and_picture(tmp_path: Path) -> None:
     (command,) = results["commands"]
     assert command.startswith("muse bench --device cpu --length 512 --heads 1 ")
     assert command in (folder / "short.md").read_text()
-    for file in ("short.json", "short.md", "short.html", "short.csv"):
+    for file in ("short.json", "short.md", "short.html"):
         assert str(tmp_path) not in (folder / file).read_text()
 
 
@@ -211,9 +211,7 @@ def test_a_sweep_writes_files_that_name_it(tmp_path: Path) -> None:
     asked = (*SHORT_BENCH[:3], "--length", "2100", *SHORT_BENCH[5:], "--sweep", "block-size", "--output", tmp_path)
     out = assert_done(run_muse(*asked))
     name = "cpu-sweep-block-size"
-    assert {f"{name}.{ending}" for ending in ("csv", "html", "json", "md")} <= {
-        file.name for file in tmp_path.iterdir()
-    }
+    assert {f"{name}.{ending}" for ending in ("html", "json", "md")} <= {file.name for file in tmp_path.iterdir()}
     assert "2100" in out
     results = json.loads((tmp_path / f"{name}.json").read_text())
     assert results["settings"]["sweep"] == "block-size"

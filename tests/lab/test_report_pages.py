@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import dataclasses
 import io
 import re
@@ -27,7 +26,7 @@ from muse_lab.evaluation.needles.needle_report import needle_report
 from muse_lab.records.attention_names import short_names
 from muse_lab.records.machine import describe_machine
 from muse_lab.report.files import write_report
-from muse_lab.report.html import LARGEST_DOWNLOAD, as_html
+from muse_lab.report.html import as_html
 from muse_lab.report.markdown import as_markdown
 from muse_lab.report.plots import Axis, Line, line_figure
 from muse_lab.report.provenance import names_table
@@ -185,7 +184,6 @@ def test_every_kind_begins_with_what_was_found(kind: str, tmp_path: Path) -> Non
     report, path = KINDS[kind](), tmp_path / "report.json"
     assert report.headline
     assert report.cards
-    assert report.csv
     assert report.provenance.facts
     for _ in range(2):  # it is known as a report, which may be replaced
         write_report(dataclasses.replace(report, sections=[]), path, say=pytest.fail)
@@ -212,7 +210,6 @@ EXAMPLE = Report(
         )
     ],
     provenance=Provenance(["Machine: m"], ["muse loss"]),
-    csv="a,b\n1,2\n",
 )
 
 
@@ -232,19 +229,15 @@ class _Checker(HTMLParser):
 
 
 def test_a_page_stands_alone_and_shows_text_as_it_is() -> None:
-    page = as_html(EXAMPLE, {"curve": b"png"}, file_name="example")
+    page = as_html(EXAMPLE, {"curve": b"png"})
     checker = _Checker()
     checker.feed(page)
     assert checker.open == []
     assert [link for link in checker.links if not link.startswith(("#", "data:"))] == ["a%20folder/b.html"]
     assert "<script>" not in page
     assert "8 keys of &lt;b&gt;" in page
-    data = base64.b64encode(EXAMPLE.csv.encode()).decode()
-    assert f'download="example.csv" href="data:text/csv;base64,{data}"' in page
     assert page.index("First &amp; foremost") < page.index("a &lt; b") < page.index("<summary>Provenance")
     assert '<abbr title="Its |meaning|.">RSE</abbr>' in page
-    large = dataclasses.replace(EXAMPLE, csv="1" * (LARGEST_DOWNLOAD + 1))
-    assert 'href="example.csv"' in as_html(large, file_name="example")
 
 
 def test_the_column_decides_what_is_a_number() -> None:

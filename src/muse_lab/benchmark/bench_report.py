@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, fields
 
 from muse_attention.sizes import format_size
-from muse_lab.benchmark.request import Shape
 from muse_lab.benchmark.results import BenchmarkResults, Case
 from muse_lab.benchmark.stages import PROFILED_RUNS, STAGES
 from muse_lab.benchmark.sweeps import axis_label, curve_and_size, format_shape
@@ -25,7 +23,6 @@ from muse_lab.benchmark.tables import (
 )
 from muse_lab.records.attention_names import short_names
 from muse_lab.report.fidelity_columns import ERROR, RETRIEVAL, TAIL, measure_columns
-from muse_lab.report.markup import csv_text
 from muse_lab.report.plots import PALETTE, Axis, Line, Rule, line_figure
 from muse_lab.report.provenance import names_table, provenance_of
 from muse_lab.report.tree import Card, Column, Figure, Report, Section, Table, number, text
@@ -75,7 +72,6 @@ def bench_report(results: BenchmarkResults, file_name: str) -> Report:
         sections=sections,
         names=names_table(case.attention for case in cases),
         provenance=provenance_of(results, f"Data: {settings_line(settings)}"),
-        csv=_csv(cases),
     )  # fmt: skip
 
 
@@ -149,19 +145,3 @@ def _figure(results: BenchmarkResults, title: str, ratio: str) -> Figure:
     x, y = Axis(axis_label(sweep), log=2, is_size=True), Axis("speed-up over SDPA", log=2)
     rules = [Rule("SDPA", 1, "#999999")]
     return line_figure(title.replace(" + ", "-"), f"Speed-up, {title}", lines, x, y, rules=rules)
-
-
-def _csv(cases: Sequence[Case]) -> str:
-    measures = list(dict.fromkeys(name for case in cases for name in case.fidelity))
-    rows = [
-        [
-            *(case.attention, *astuple(case.shape), case.times.forward_median, case.times.forward_backward_median),
-            *(case.sdpa_times.forward_median, case.sdpa_times.forward_backward_median),
-            *(case.extra_memory_bytes, case.sdpa_extra_memory_bytes),
-            *(case.fidelity.get(name, "") for name in measures),
-        ]
-        for case in cases
-    ]
-    times = ("forward_seconds", "forward_backward_seconds", "sdpa_forward_seconds", "sdpa_forward_backward_seconds")
-    memory = ("extra_memory_bytes", "sdpa_extra_memory_bytes")
-    return csv_text(["attention", *(field.name for field in fields(Shape)), *times, *memory, *measures], rows)

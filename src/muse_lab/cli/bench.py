@@ -115,7 +115,7 @@ def bench(
     With --documents it measures packed documents instead, laid out as (tokens, heads, head_dim), and muse_attention
     too if there is one document.
 
-    Writes NAME.json on the way, and NAME.md, NAME.csv, NAME.html and pictures at the end. Run again, it adds what is
+    Writes NAME.json on the way, and NAME.md, NAME.html and pictures at the end. Run again, it adds what is
     missing.
     """
     with user_errors(), busy("looking for a GPU" if captures is None else f"reading {captures}"):

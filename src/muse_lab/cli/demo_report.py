@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 from muse_attention.sizes import format_size
-from muse_lab.benchmark.bench_report import bench_report
 from muse_lab.benchmark.results import BenchmarkResults, Case
 from muse_lab.benchmark.sweeps import format_heads
 from muse_lab.benchmark.tables import (
@@ -52,7 +51,6 @@ def demo_report(call: BenchmarkResults, training: ComparisonResults, full_compar
         ],
         provenance=provenance_of(call, f"Data of the call: {settings_line(call.settings)}",
                                  f"Data of the training: {training.settings.corpus}"),
-        csv=bench_report(call, "").csv,
     )  # fmt: skip
 
 

@@ -60,7 +60,7 @@ def loss(
 ) -> None:
     """Measure a language model's loss at every position of long texts, under one attention after another.
 
-    Writes NAME.json after every sample of every attention, and NAME.md, NAME.csv, NAME.png and NAME.html at the end.
+    Writes NAME.json after every sample of every attention, and NAME.md, NAME.png and NAME.html at the end.
     Run again, it adds what is missing.
     """
     with user_errors():

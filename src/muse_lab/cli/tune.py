@@ -93,7 +93,7 @@ def tune(context: typer.Context, options: _Options = _OPTIONS, run: ModelRun = _
     and on this device.
 
     Measures time (forward and backward) and error of a grid of configurations. Writes NAME.json after each, and
-    NAME.md, NAME.csv, NAME.html and NAME.png at the end. Run again, it adds what is missing.
+    NAME.md, NAME.html and NAME.png at the end. Run again, it adds what is missing.
     """
     with user_errors():
         options.check()

@@ -154,8 +154,6 @@ class Report:
     names: Table | None = None
     """what the short names in the tables stand for"""
     provenance: Provenance = Provenance()
-    csv: str = ""
-    """the numbers behind it, for other programs"""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "sections", [section for section in self.sections if section.is_shown])

@@ -15,13 +15,11 @@ from muse_lab.evaluation.comparison.results import ComparisonResults, Run
 from muse_lab.evaluation.comparison.seeds import in_percent, seeds_differences, seeds_headline
 from muse_lab.evaluation.comparison.training_curves import UNSETTLED
 from muse_lab.evaluation.loss.loss_report import LEAK
-from muse_lab.evaluation.means import Mean
 from muse_lab.pretraining.schedule import EXACT
 from muse_lab.records.attention_names import in_words, short_names
-from muse_lab.report.markup import csv_text
 from muse_lab.report.plots import PALETTE, ROUNDING, Axis, Line, coloured, colours, line_figure, shades
 from muse_lab.report.provenance import count, names_table, provenance_of
-from muse_lab.report.tree import Card, Figure, Note, Report, Section, Table, number, shown, text
+from muse_lab.report.tree import Card, Figure, Note, Report, Section, Table, number, text
 
 _LOSS = (
     "Cross-entropy of the next token on held-out repositories, in nats, ± its standard error over samples, most of "
@@ -101,7 +99,6 @@ def comparison_report(results: ComparisonResults, file_name: str = "") -> Report
         ),
         names=names_table(_named(results)),
         provenance=provenance_of(results, *facts),
-        csv=as_csv(results),
     )
 
 
@@ -256,19 +253,6 @@ def warnings(results: ComparisonResults) -> list[str]:
             "deterministic=false to compare speeds."
         )
     return lines
-
-
-def as_csv(results: ComparisonResults) -> str:
-    """A line for every model and attention that has seen all samples, earlier checkpoints included."""
-    header = ["run", "trained_with", "parameters", "updates", "tested_with", "samples", "loss", "standard_error"]
-    rows = []
-    for run in _runs(results):
-        for cell in results.cells:
-            if cell.run == run.name and len(cell.bins) == results.settings.samples:
-                numbers = (shown(one, ".6g") for one in Mean.of(cell.means))
-                about = [run.name, run.attention, run.parameters, cell.step, cell.attention, len(cell.bins)]
-                rows.append([*about, *numbers])
-    return csv_text(header, rows)
 
 
 def _beginnings(results: ComparisonResults) -> list[Note]:

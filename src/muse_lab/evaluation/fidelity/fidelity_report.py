@@ -67,7 +67,6 @@ def fidelity_report(results: FidelityResults, file_name: str) -> Report:
         ],
         names=names_table(results.named),
         provenance=provenance_of(results, subject(results)),
-        csv=results.as_csv(),
     )
 
 

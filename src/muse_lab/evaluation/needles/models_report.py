@@ -17,7 +17,6 @@ from muse_lab.evaluation.needles.statistics import Asked, Group, by_depth, diffe
 from muse_lab.pretraining.needles.samples import BUCKETS, depth_of
 from muse_lab.records.attention_names import EXACT, short_names
 from muse_lab.records.machine import machine_lines
-from muse_lab.report.markup import csv_text
 from muse_lab.report.plots import Curve
 from muse_lab.report.provenance import names_table
 from muse_lab.report.tree import Figure, Note, Provenance, Report, Section, Table, number, text
@@ -77,7 +76,6 @@ def needle_comparison(models: Models) -> Report:
         ],
         names=names_table(_named(models)),
         provenance=Provenance(lines, [command for results in models.values() for command in results.commands]),
-        csv=as_csv(models),
     )
 
 
@@ -124,22 +122,6 @@ def depth_curves(models: Models) -> Iterator[Figure]:
     for place, (title, asked, together) in enumerate(_kinds_together(models), start=1):
         curves = {model: _by_depth(one.answers(together)) for model, one in asked.items()}
         yield panels.depth_figure(place, title, curves)
-
-
-def as_csv(models: Models) -> str:
-    """A line for every model, attention, length, kind and depth."""
-    rows = []
-    for length, kind, attention in _cells(models):
-        for name, results in models.items():
-            answers = Asked(results, attention).answers([(length, kind)])
-            for measured, measure in panels.MEASURES.items():
-                for bucket, depth_share in enumerate(by_depth(answers, measure)):
-                    if depth_share is not None:
-                        numbers = (depth_share.standard_error, *depth_share.interval)
-                        about = [name, attention, length, kind, f"{depth_of(bucket):.2f}", measured]
-                        rows.append([*about, f"{depth_share.value:.5g}", *(f"{number:.3g}" for number in numbers)])
-    header = ["model", "attention", "length", "kind", "depth", "measure", "share", "standard_error", "low", "high"]
-    return csv_text(header, rows)
 
 
 def _kinds_together(models: Models) -> Iterator[tuple[str, Mapping[str, Asked], list[Group]]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
 
 from muse_attention.sizes import format_size
 from muse_lab.evaluation.means import WILSON, Mean
@@ -19,7 +18,6 @@ from muse_lab.evaluation.needles.statistics import (
 )
 from muse_lab.pretraining.needles.samples import depth_of
 from muse_lab.records.attention_names import EXACT, block_size_of, short_names
-from muse_lab.report.markup import csv_text
 from muse_lab.report.provenance import names_table, provenance_of
 from muse_lab.report.tree import Note, Report, Section, Table, number, shown, text
 
@@ -96,7 +94,6 @@ def needle_report(results: NeedleResults, file_name: str) -> Report:
         ],
         names=names_table(results.named),
         provenance=provenance_of(results, *settings.facts),
-        csv=as_csv(results),
     )
 
 
@@ -158,24 +155,6 @@ def paper_section() -> Section:
         "questions."
     )
     return Section.of("The paper", Table(("kind", "n", "exact-trained", "MuSe-trained"), rows), note)
-
-
-def as_csv(results: NeedleResults) -> str:
-    """A line for every question, and for every sample that failed."""
-    header = (
-        *("length", "kind", "attention", "bucket", "number", "question", "depth", "uid", "generated"),
-        *("exact", "preferred", "log_probability", "margin", "ranks", "error"),
-    )
-    rows: list[Sequence[object]] = []
-    for task, outcome in results.measured.items():
-        sample = [task.length, task.kind, task.attention, task.bucket, task.number]
-        for question, answer in enumerate(outcome.answers):
-            asked = [question, f"{depth_of(answer.bucket):.2f}", answer.uid, answer.generated]
-            scores = [int(answer.is_exact), int(answer.is_preferred), f"{answer.log_probability:.5g}"]
-            rows.append([*sample, *asked, *scores, f"{answer.margin:.5g}", " ".join(map(str, answer.ranks)), ""])
-        if outcome.error:
-            rows.append([*sample, *[""] * 9, outcome.error])
-    return csv_text(header, rows)
 
 
 def format_difference(difference: Mean | None) -> str:
