@@ -18,8 +18,8 @@ from typer.main import get_command
 import muse_attention
 from muse_attention.config import MuSeConfig
 from muse_lab.benchmark.suite import run_plan
-from muse_lab.cli import commands, info, main
-from muse_lab.cli.app import console, new_table, phases_bar
+from muse_lab.cli import info, main
+from muse_lab.cli.app import app, console, new_table, phases_bar
 from muse_lab.cli.language_model import short_warnings
 from muse_lab.records.captured_heads import Captures, Origin, save_captures
 from tests.command_line import assert_done, assert_refused, run_muse
@@ -61,14 +61,14 @@ sys.exit(f"imported {{found}}" if found else 0)
 
 
 def test_every_command_is_listed_and_every_listed_command_is_there() -> None:
-    group = get_command(commands.app)
+    group = get_command(app)
     context = group.make_context("muse", ["info"])
     loaded = {name: group.get_command(context, name) for name in group.list_commands(context)}
     assert all(command.name == name for name, command in loaded.items())
-    files = {path.stem for path in Path(commands.__file__).parent.glob("*.py")}
+    files = {path.stem for path in Path(info.__file__).parent.glob("*.py")}
     for module in files - {"__main__"}:
         importlib.import_module(f"muse_lab.cli.{module}")
-    assert set(get_command(commands.app).commands) == set(loaded)
+    assert set(get_command(app).commands) == set(loaded)
 
 
 def test_threads_of_the_command_line_wait_without_spinning(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,7 +184,7 @@ def test_bench_measures_on_captured_heads(tmp_path: Path) -> None:
     torch.manual_seed(0)
     tensors = [torch.randn(1, 2, 300, 8) for _ in range(3)]
     (tmp_path / "captured").mkdir()
-    file = tmp_path / "captured" / "heads.pt"
+    file = tmp_path / "captured" / "heads.safetensors"
     save_captures(Captures(*tensors, Origin("a model", "a text", ("a", "b"))), file)
     asked = ("bench", "--device", "cpu", "--length", "512", "--attention", "exact", "--repeats", "1", "--no-memory")
     folder = tmp_path / "results"
@@ -196,7 +196,7 @@ def test_bench_measures_on_captured_heads(tmp_path: Path) -> None:
     assert (case["request"]["shape"]["heads"], case["request"]["shape"]["head_dim"]) == (2, 8)
     assert results["settings"]["captures"]["model"] == "a model"
     (command,) = results["commands"]
-    assert "--captures heads.pt --repeat-captures" in command
+    assert "--captures heads.safetensors --repeat-captures" in command
     assert str(tmp_path) not in (folder / "cpu-heads.md").read_text()
 
 
@@ -327,7 +327,7 @@ import sys, torch
 before = set(sys.modules)
 if not {is_installed}:
     sys.modules.update(dict.fromkeys({heavy[:-1]}))
-from muse_lab.cli.commands import app
+from muse_lab.cli.app import app
 for words in (["--help"], ["prepare", "--help"], ["eval", "needles", "--help"], ["info"]):
     app(words, standalone_mode=False)
 found = [name for name in {heavy} if name not in before and sys.modules.get(name) is not None]

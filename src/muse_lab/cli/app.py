@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, Self
+from typing import Annotated, Any, Self
 
 import typer
 from rich.box import SIMPLE
@@ -28,22 +28,28 @@ from muse_attention import __version__
 _USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]  # typer has its own copy of click, or depends on it
 
 
-class _Listed(NamedTuple):
-    module: str
-    summary: str
-
-
-_LISTED: dict[str, _Listed] = {}
-
-
-def list_command(name: str, summary: str, module: str = "") -> None:
-    """Add a command to `muse --help`. Its module, by default of the same name, is imported when the command is called:
-    most commands need PyTorch, which takes seconds to import."""
-    _LISTED[name] = _Listed(module or name, summary)
+_LISTED = {
+    "demo": "See MuSe at work: one long attention call, and a tiny model trained with and without it.",
+    "info": "Show versions, hardware, backends and default configurations.",
+    "bench": "Measure time, memory and error of attentions on this machine.",
+    "prepare": "Make a corpus of tokens for pretraining from source code and texts.",
+    "train": "Pretrain a language model with any attention.",
+    "recipes": "List the recipes of muse train, and what their fields mean.",
+    "compare": "Compare training runs: loss, speed, error of the attention.",
+    "fidelity": "Measure the error of attentions on the heads of a language model.",
+    "loss": "Measure a language model's loss at every position of long texts.",
+    "tune": "Find the fastest configuration below an error for a model, on this device.",
+    "eval": "Ask a language model for answers: needles.",
+    "report": "Write the reports of earlier results again.",
+}
+"""The lines of `muse --help`. The module of a command is imported when it is called: most need PyTorch, which takes
+seconds."""
+_MODULES = {"eval": "needles"}
+"""Modules that do not have the name of their command."""
 
 
 class _Commands(TyperGroup):
-    """The commands of `list_command`, in the order they were added.
+    """The commands of `_LISTED`.
 
     Wrong arguments and paths that cannot be opened give one line on stderr and exit code 2.
     """
@@ -80,9 +86,9 @@ class _Commands(TyperGroup):
         if cmd_name not in _LISTED:
             return None
         if self._shows_help:
-            return TyperCommand(cmd_name, help=_LISTED[cmd_name].summary)
+            return TyperCommand(cmd_name, help=_LISTED[cmd_name])
         with busy(f"importing what muse {cmd_name} needs"):
-            importlib.import_module(f"muse_lab.cli.{_LISTED[cmd_name].module}")
+            importlib.import_module(f"muse_lab.cli.{_MODULES.get(cmd_name, cmd_name)}")
         return get_group(app).commands[cmd_name]
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
@@ -118,6 +124,15 @@ LONG_RUN_SECONDS = 60.0
 CONTENTS = "index.html"
 """The list of reports that `muse report` writes into a folder."""
 
+
+def nonempty_path(text: str) -> Path:
+    """A `parser=` of options and arguments: an empty text, from an unset variable, would mean the current folder."""
+    if not str(text):
+        raise typer.BadParameter("it is empty; give a folder, or . for the current one")
+    return Path(text)
+
+
+Output = Annotated[Path, typer.Option(help="Output directory.", parser=nonempty_path)]
 Device = Annotated[str | None, typer.Option(help="cpu or cuda.", show_default="cuda if available, else cpu")]
 Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="Overwrite existing results; by default they are resumed.")
@@ -147,13 +162,6 @@ def muse(
 ) -> None:
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
-
-
-def nonempty_path(text: str) -> Path:
-    """A `parser=` of options and arguments: an empty text, from an unset variable, would mean the current folder."""
-    if not str(text):
-        raise typer.BadParameter("it is empty; give a folder, or . for the current one")
-    return Path(text)
 
 
 def default_device() -> str:

@@ -27,6 +27,7 @@ from muse_lab.benchmark.suite import run_plan, start_results
 from muse_lab.benchmark.sweeps import SWEEPS, find_sweep
 from muse_lab.cli.app import (
     Device,
+    Output,
     Overwrite,
     RepeatCaptures,
     app,
@@ -38,7 +39,7 @@ from muse_lab.cli.app import (
     user_errors,
 )
 from muse_lab.cli.language_model import Dtype, Place
-from muse_lab.cli.measuring import Output, add_command, measuring, show, spell, write
+from muse_lab.cli.measuring import add_command, measuring, show, spell, write
 from muse_lab.cli.options import Words, attentions, listed, option
 from muse_lab.records.machine import machine_lines
 from muse_lab.report.fidelity_columns import meaning

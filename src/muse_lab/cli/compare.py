@@ -14,6 +14,7 @@ from muse_attention.registry import full_name
 from muse_attention.sizes import format_size, parse_size
 from muse_lab.cli.app import (
     Device,
+    Output,
     Overwrite,
     app,
     busy,
@@ -25,7 +26,7 @@ from muse_lab.cli.app import (
     user_errors,
 )
 from muse_lab.cli.language_model import Place, silence_transformers
-from muse_lab.cli.measuring import Output, add_command, measuring, spell, write
+from muse_lab.cli.measuring import add_command, measuring, spell, write
 from muse_lab.cli.options import Words, attentions, flag, option, with_option_groups
 from muse_lab.evaluation.comparison.comparison_report import comparison_report, matrix_table
 from muse_lab.evaluation.comparison.results import ComparisonResults, ComparisonSettings

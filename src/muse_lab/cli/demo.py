@@ -6,7 +6,6 @@ import dataclasses
 import shlex
 import sys
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
@@ -18,10 +17,10 @@ from muse_lab.benchmark.sweeps import format_heads
 from muse_lab.benchmark.tables import noise_lines
 from muse_lab.cli.app import (
     Device,
+    Output,
     Overwrite,
     app,
     make_folder,
-    nonempty_path,
     phases_bar,
     progress_bar,
     run_errors,
@@ -59,7 +58,7 @@ _PARTS = 5
 @app.command()
 def demo(
     device: Device = None,
-    output: Annotated[Path, typer.Option(help="Output directory.", parser=nonempty_path)] = Path("out/demo"),
+    output: Output = Path("out/demo"),
     overwrite: Overwrite = False,
 ) -> None:
     """See what MuSe is for: one long attention call, exact, by MuSe and by MoBA; then a tiny model trained both ways.

@@ -14,13 +14,13 @@ import typer
 
 from muse_lab.cli.app import (
     Device,
+    Output,
     Overwrite,
     busy,
     console,
     file_stem,
     make_folder,
     new_table,
-    nonempty_path,
     progress_bar,
     run_errors,
     say,
@@ -33,7 +33,6 @@ from muse_lab.report.files import write_report
 from muse_lab.report.tree import Report, Table
 
 Samples = Annotated[int, option("Number of consecutive samples of the text.")]
-Output = Annotated[Path, typer.Option(help="Output directory.", parser=nonempty_path)]
 _NOT_SPELLED = ("overwrite",)
 _PATHS = ("model", "text", "corpus", "captures", "saved")
 """Options of which results record only the last part of the path."""
