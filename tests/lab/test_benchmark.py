@@ -206,7 +206,7 @@ def captures_file(folder: Path, length: int = 300, samples: int = 3, repeat: boo
     """Four heads of 8."""
     torch.manual_seed(length)
     tensors = [torch.randn(samples, 4, length, 8) for _ in range(3)]
-    path = folder / f"heads-{length}.pt"
+    path = folder / f"heads-{length}.safetensors"
     save_captures(Captures(*tensors, Origin("a model", "a text", tuple("abcd"))), path)
     return CapturesFile(path, repeat)
 
@@ -234,8 +234,10 @@ def test_captured_heads_are_measured_on(tmp_path: Path) -> None:
 def test_captured_groups_share_their_keys(tmp_path: Path) -> None:
     torch.manual_seed(0)
     query, key, value = (torch.randn(1, heads, 256, 8) for heads in (6, 2, 2))
-    save_captures(Captures(query, key, value, Origin("a model", "a text", tuple("abcdef"))), tmp_path / "groups.pt")
-    file = CapturesFile(tmp_path / "groups.pt")
+    save_captures(
+        Captures(query, key, value, Origin("a model", "a text", tuple("abcdef"))), tmp_path / "groups.safetensors"
+    )
+    file = CapturesFile(tmp_path / "groups.safetensors")
     plan = captured_plan(file, 256, heads=4, key_heads=2)
     work = plan.workload(plan.requests[0].shape)
     assert torch.equal(work.query, query[:, [0, 1, 3, 4]])

@@ -58,7 +58,7 @@ class _Options:
         None
     )
     saved: Annotated[
-        Path | None, flag("--save-captures", "Write the captured heads to a .safetensors or .pt file and exit.")
+        Path | None, flag("--save-captures", "Write the captured heads to a .safetensors file and exit.")
     ] = None
     groups: Annotated[bool, flag("--groups", _GROUPS)] = False
     compact: Annotated[bool, flag("--compact", _COMPACT)] = False
