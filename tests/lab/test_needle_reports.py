@@ -134,7 +134,7 @@ def test_tables() -> None:
     assert rows[5] == ("0.55", "100.0% (20.7 to 100.0) of 1", "")
     report = as_markdown(needle_report(hand_made(), "t"))
     assert "Failed: 1 of 10 samples" in report
-    assert "depth 0.55, sample 9: RuntimeError: no" in report
+    assert "single, 2k | 0.55 | 9 | RuntimeError: no |" in report
 
 
 def test_reports_say_where_muse_was_exact() -> None:

@@ -151,7 +151,7 @@ def test_pictures_have_the_colour_of_a_dark_page(
 def test_a_table_that_goes_on_has_a_shadow_there(browser: Page, tmp_path: Path) -> None:
     columns = [f"a column {place}" for place in range(12)]
     path = tmp_path / "wide.html"
-    path.write_text(as_html(Report("t", sections=[Section("s", tables=[Table(columns, [columns])])])))
+    path.write_text(as_html(Report("t", sections=[Section("s", Table(columns, [columns]))])))
     for dark in (False, True):
         browser.open(path, 400, dark=dark)
         box = "document.querySelector('.scroll')"
@@ -201,15 +201,14 @@ EXAMPLE = Report(
     [
         Section(
             "a < b",
-            ["x & y"],
-            links=[Link("there", "a folder/b.html", "what it says")],
-            figures=[Figure("curve", "A curve", "it falls", lambda: b"png")],
-            tables=[Table([text("what"), number("RSE", "Its |meaning|.")], [("8 keys of <b>", "0.5"), ("b", "")], "T")],
-            notes=["small"],
-            lines=["```", "kept as it is"],
+            Note("small"),
+            "x & y",
+            Link("there", "a folder/b.html", "what it says"),
+            Figure("curve", "A curve", "it falls", lambda: b"png"),
+            Table([text("what"), number("RSE", "Its |meaning|.")], [("8 keys of <b>", "0.5"), ("b", "")], "T"),
         )
     ],
-    provenance=Provenance(["Machine: m"], ["muse loss"]),
+    provenance=Provenance(["Machine: m"], ["```", "muse loss"]),
 )
 
 
@@ -253,10 +252,9 @@ def test_markdown_has_the_same_parts_in_order() -> None:
     parts = ("# \\<script\\>", "- First \\& foremost", "| 2x |", "## a \\< b", "![A curve](example-curve.png)", "### T")
     later = (
         "small",
-        "````\n```\nkept as it is\n````",
         "## Legend\n\n- RSE: Its",
         "## Provenance",
-        "```\nmuse loss\n```",
+        "````\n```\nmuse loss\n````",
     )
     places = [markdown.index(part) for part in (*parts, *later)]
     assert places == sorted(places)
@@ -272,7 +270,7 @@ def test_columns_of_one_meaning_share_a_line_of_the_legend() -> None:
         number("c", "Gap."),
     ]
     names = Table(("name",), [("exact",)])
-    report = Report("t", sections=[Section("s", tables=[Table(columns, [])])], names=names)
+    report = Report("t", sections=[Section("s", Table(columns, []))], names=names)
     assert report.definitions == {"a; b": "Loss.", "c": "Gap."}
 
 
@@ -296,13 +294,17 @@ def test_short_names_tell_attentions_apart() -> None:
 
 def test_a_section_shows_its_content_by_kind() -> None:
     table, figure = Table(("a",), [("1",)]), Figure("f", "F", "drawn", lambda: b"")
-    section = Section.of("s", Note("small"), table, "words", figure)
+    section = Section("s", Note("small"), table, "words", figure)
     assert (section.prose, section.figures, section.tables, section.notes) == (["words"], [figure], [table], ["small"])
 
 
 def test_an_optional_section_without_rows_is_left_out() -> None:
     empty, full = Table(("a",), []), Table(("a",), [("1",)])
-    sections = [Section.of("1", empty), Section.optional("2", "words", empty), Section.optional("3", empty, full)]
+    sections = [
+        Section("1", empty),
+        Section("2", "words", empty, is_optional=True),
+        Section("3", empty, full, is_optional=True),
+    ]
     assert [section.title for section in Report("t", sections=sections).sections] == ["1", "3"]
 
 

@@ -25,7 +25,7 @@ from muse_lab.records.attention_names import short_names
 from muse_lab.report.fidelity_columns import ERROR, RETRIEVAL, TAIL, measure_columns
 from muse_lab.report.plots import PALETTE, Axis, Line, Rule, line_figure
 from muse_lab.report.provenance import names_table, provenance_of
-from muse_lab.report.tree import Card, Column, Figure, Report, Section, Table, number, text
+from muse_lab.report.tree import Card, Column, Figure, Note, Report, Section, Table, number, text
 
 _STAGES = (
     f"Times of the GPU's kernels in one forward and backward pass, the mean of {PROFILED_RUNS} runs under "
@@ -47,16 +47,15 @@ def bench_report(results: BenchmarkResults, file_name: str) -> Report:
     sections = [
         Section(
             "Time, error and memory",
-            figures=[_figure(results, title, ratio) for title, ratio in _PASSES.items()],
-            tables=[times_table(results)],
-            notes=[*noise_lines(results), caption(results)],
+            *(_figure(results, title, ratio) for title, ratio in _PASSES.items()),
+            times_table(results),
+            *map(Note, [*noise_lines(results), caption(results)]),
         )
     ]
     if (retrieved := retrieval_table(results)) is not None:
-        title = "The tail of the error, and what was retrieved"
-        sections.append(Section(title, tables=[retrieved], notes=_found_note(cases)))
+        sections.append(Section("The tail of the error, and what was retrieved", retrieved, *_found_note(cases)))
     if any(case.stage_milliseconds for case in cases):
-        sections.append(Section("Share of each stage", tables=[_stages_table(results)], notes=[_STAGES]))
+        sections.append(Section("Share of each stage", _stages_table(results), Note(_STAGES)))
     return Report(
         f"Benchmark: {file_name}",
         verdict=[
@@ -101,11 +100,11 @@ def retrieval_table(results: BenchmarkResults) -> Table | None:
     return _table(results, cases, *columns) if columns else None
 
 
-def _found_note(cases: Sequence[Case]) -> list[str]:
+def _found_note(cases: Sequence[Case]) -> list[Note]:
     """A note if *found* was measured on only some of the queries."""
     sampled = {case.shape.length: case.fidelity["found_queries"] for case in cases if "found_queries" in case.fidelity}
     counts = [f"{count:,.0f} at {format_size(length)}" for length, count in sampled.items()]
-    return [f"Found is measured on evenly spaced queries of each head: {', '.join(counts)}."] if counts else []
+    return [Note(f"Found is measured on evenly spaced queries of each head: {', '.join(counts)}.")] if counts else []
 
 
 def _stages_table(results: BenchmarkResults) -> Table:

@@ -58,8 +58,8 @@ def tuning_report(results: TuningResults, file_name: str) -> Report:
             *([Card("lookup", _looked_up(chosen, "share"))] if chosen.lookup is not None else []),
         ],
         sections=[
-            Section.of("The front", _figure(results), table_of(results, shown(results)), *map(Note, notes)),
-            Section.of("Everything", table_of(results, _by_time(results))),
+            Section("The front", _figure(results), table_of(results, shown(results)), *map(Note, notes)),
+            Section("Everything", table_of(results, _by_time(results))),
         ],
         names=names_table(candidate.attention for candidate in results.measured),
         provenance=provenance_of(results, *facts),

@@ -110,8 +110,8 @@ def gradient_report(results: GradientResults, file_name: str) -> Report:
             for name, pooled in longest.items()
         ][:6],
         sections=[
-            Section.of("Attentions", _ABOUT, summary_table(results)),
-            *(Section.of(f"Kept by depth, {format_size(length)}", depth_table(results, length)) for length in lengths),
+            Section("Attentions", _ABOUT, summary_table(results)),
+            *(Section(f"Kept by depth, {format_size(length)}", depth_table(results, length)) for length in lengths),
         ],
         names=names_table(results.named),
         provenance=provenance_of(results, *settings.facts),

@@ -120,9 +120,9 @@ def lookup_report(results: LookupResults, file_name: str) -> Report:
             for name, pooled in longest.items()
         ][:6],
         sections=[
-            Section.of("Attentions", _QUERY, summary_table(results)),
-            *(Section.of(f"By layer, {format_size(length)}", layer_table(results, length)) for length in lengths),
-            *(Section.of(f"{heaviest}, {format_size(length)}", head_table(results, length)) for length in lengths),
+            Section("Attentions", _QUERY, summary_table(results)),
+            *(Section(f"By layer, {format_size(length)}", layer_table(results, length)) for length in lengths),
+            *(Section(f"{heaviest}, {format_size(length)}", head_table(results, length)) for length in lengths),
         ],
         names=names_table(results.named),
         provenance=provenance_of(results, *settings.facts),

@@ -76,12 +76,15 @@ def loss_report(results: LossResults, file_name: str) -> Report:
             ),
         ][:6],
         sections=[
-            Section.of("Loss against position", _figure(results), _fit_in_words(results)),
-            Section.of("Attentions", summary_table(results), LEAK),
-            Section.of("The paper", paper_table(results), _PAPER),
-            Section.of("Loss by position", bins_table(results), _BINS),
-            Section.optional(
-                "Another ending", *(endings_table(results, *one) for one in replaced(results).items()), _ENDINGS
+            Section("Loss against position", _figure(results), _fit_in_words(results)),
+            Section("Attentions", summary_table(results), LEAK),
+            Section("The paper", paper_table(results), _PAPER),
+            Section("Loss by position", bins_table(results), _BINS),
+            Section(
+                "Another ending",
+                *(endings_table(results, *one) for one in replaced(results).items()),
+                _ENDINGS,
+                is_optional=True,
             ),
         ],
         names=names_table(results.whole),

@@ -65,11 +65,11 @@ def needle_comparison(models: Models) -> Report:
         cards=panels.cards(first_read),
         sections=[
             *(
-                Section.of(name.capitalize(), *summary_tables(models, name), Note(panels.DEFINITIONS[name]), *words)
+                Section(name.capitalize(), *summary_tables(models, name), Note(panels.DEFINITIONS[name]), *words)
                 for name, words in zip(panels.MEASURES, ((TASK, _DIFFERENCES, PREFILL), ()), strict=True)
             ),
             *(
-                Section.of(f"{name} by depth".capitalize(), *pictures, *tables_by_depth(models, name))
+                Section(f"{name} by depth".capitalize(), *pictures, *tables_by_depth(models, name))
                 for name, pictures in zip(panels.MEASURES, (depth_curves(models), ()), strict=True)
             ),
             paper_section(),
@@ -100,21 +100,13 @@ def tables_by_depth(models: Models, name: str) -> Iterator[Table]:
     """A table for each length and attention that reads the prompt, all kinds together: one kind has few at a depth."""
     measure = panels.MEASURES[name]
     for title, asked, together in _kinds_together(models):
-        (first, *others) = asked
-        shares = {model: by_depth(one.answers(together), measure) for model, one in asked.items()}
-        rows = [
-            (
-                f"{depth_of(bucket):.2f}",
-                *(panels.with_number(shares[model][bucket]) for model in asked),
-                *(
-                    format_difference(difference(asked[other], asked[first], together, measure, bucket=bucket))
-                    for other in others
-                ),
-            )
+        (first, *others), shares = asked, panels.depth_table(asked, together, name)
+        gaps = (
+            [difference(asked[other], asked[first], together, measure, bucket=bucket) for other in others]
             for bucket in range(BUCKETS)
-        ]
-        columns = [number("depth"), *map(number, asked)]
-        yield Table([*columns, *(number(f"{other} less {first}") for other in others)], rows, title)
+        )
+        rows = [(*row, *map(format_difference, at_depth)) for row, at_depth in zip(shares.rows, gaps, strict=True)]
+        yield Table([*shares.columns, *(number(f"{other} less {first}") for other in others)], rows, title)
 
 
 def depth_curves(models: Models) -> Iterator[Figure]:

@@ -107,9 +107,9 @@ def needles_over_trainings(trainings: Trainings) -> Report:
             section
             for length in lengths
             for section in (
-                Section.of(f"Exact match, {length.title}", _ABOUT, found_table(length), Note(TASK)),
-                Section.of(f"Less {length.models[0]}, {length.title}", difference_table(length)),
-                Section.of(f"By depth, {length.title}", depth_curves(length, lengths), depth_table(length)),
+                Section(f"Exact match, {length.title}", _ABOUT, found_table(length), Note(TASK)),
+                Section(f"Less {length.models[0]}, {length.title}", difference_table(length)),
+                Section(f"By depth, {length.title}", depth_curves(length, lengths), depth_table(length)),
             )
         ],
         provenance=Provenance([*haystacks, *machines], [command for one in results for command in one.commands]),
