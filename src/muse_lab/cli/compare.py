@@ -33,8 +33,7 @@ from muse_lab.evaluation.comparison.results import ComparisonResults, Comparison
 from muse_lab.evaluation.loss.curves import SHORTEST
 from muse_lab.pretraining.data.corpus import Corpus, read_corpus
 from muse_lab.pretraining.recipes import PRECISIONS
-from muse_lab.pretraining.schedule import EXACT
-from muse_lab.records.attention_names import without_freezing
+from muse_lab.records.attention_names import EXACT, without_freezing
 
 if TYPE_CHECKING:
     from muse_lab.evaluation.comparison.runs import StoredRun

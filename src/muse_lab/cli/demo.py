@@ -37,7 +37,7 @@ from muse_lab.pretraining.data.corpus_documents import Buckets
 from muse_lab.pretraining.data.prepare import CorpusSettings, prepare, recorded_settings
 from muse_lab.pretraining.data.sources import standard_library
 from muse_lab.pretraining.recipes import Recipe, differences, tiny
-from muse_lab.pretraining.schedule import EXACT
+from muse_lab.records.attention_names import EXACT
 from muse_lab.records.earlier_results import REMEDY, check_same, find_earlier
 
 _MINUTES = 5

@@ -24,8 +24,7 @@ from muse_lab.pretraining.checkpoints.manifest import CheckpointError
 from muse_lab.pretraining.data.corpus import HELD_OUT, Corpus
 from muse_lab.pretraining.initial_model import make_empty_model
 from muse_lab.pretraining.recipes import differences
-from muse_lab.pretraining.schedule import EXACT
-from muse_lab.records.attention_names import without_freezing
+from muse_lab.records.attention_names import EXACT, without_freezing
 from muse_lab.records.stored_results import OnStep, rounded
 
 if TYPE_CHECKING:

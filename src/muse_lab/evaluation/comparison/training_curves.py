@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from muse_lab.pretraining.monitoring.metrics import EXACT_END
-from muse_lab.pretraining.schedule import EXACT
+from muse_lab.records.attention_names import EXACT
 
 POINTS = 32
 """Largest number of points of a curve."""

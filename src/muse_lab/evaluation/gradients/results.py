@@ -18,7 +18,7 @@ from torch.nn.functional import cross_entropy
 
 from muse_lab.evaluation.needles.results import MeasuredSamples, NeedleTask, by_task, measure_samples
 from muse_lab.pretraining.needles.samples import NeedleSamples, Sample
-from muse_lab.pretraining.schedule import EXACT
+from muse_lab.records.attention_names import EXACT
 from muse_lab.records.stored_results import OnStep
 
 if TYPE_CHECKING:
