@@ -105,7 +105,7 @@ def test_brackets_in_names_mean_nothing(monkeypatch: pytest.MonkeyPatch, capsys:
     with phases_bar() as on_step:
         on_step(f"reading {name}", 1, 2)
     assert f"reading {name}" in capsys.readouterr().err
-    table = new_table(name, name)
+    table = new_table(name, "attention", name)
     table.add_row(name, name)
     console.print(table)
     assert capsys.readouterr().out.count(name) == 4

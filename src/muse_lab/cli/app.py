@@ -11,7 +11,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -56,17 +56,9 @@ class _Commands(TyperGroup):
 
     _shows_help = False
 
-    def main(
-        self,
-        args: Sequence[str] | None = None,
-        prog_name: str | None = None,
-        complete_var: str | None = None,
-        standalone_mode: bool = True,
-        windows_expand_args: bool = True,
-        **extra: Any,
-    ) -> Any:
+    def main(self, args: Any = None, *, standalone_mode: bool = True, **others: Any) -> Any:  # type: ignore[override]
         try:
-            code = super().main(args, prog_name, complete_var, False, windows_expand_args, **extra)
+            code = super().main(args, standalone_mode=False, **others)
         except _USAGE_ERROR as error:
             if not standalone_mode:
                 raise
@@ -193,11 +185,11 @@ def is_out_of_memory(error: RuntimeError) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
-def new_table(title: str, *headers: str) -> Table:
-    """A table with one attention per row; its name wraps where the terminal is too narrow."""
+def new_table(title: str, name: str, *headers: str) -> Table:
+    """A table of numbers, with a name in each row, which wraps where the terminal is too narrow."""
     looks: dict[str, Any] = {"title_style": "", "title_justify": "left", "caption_justify": "left"}
     table = Table(title=title, box=SIMPLE, padding=(0, 1, 0, 0), pad_edge=False, **looks)
-    table.add_column("attention", overflow="fold")
+    table.add_column(name, overflow="fold")
     for header in headers:
         table.add_column(header, justify="right", no_wrap=True)
     return table

@@ -31,7 +31,8 @@ from muse_lab.cli.options import Words, attentions, flag, option, with_option_gr
 from muse_lab.evaluation.comparison.comparison_report import comparison_report, matrix_table
 from muse_lab.evaluation.comparison.results import ComparisonResults, ComparisonSettings
 from muse_lab.evaluation.loss.curves import SHORTEST
-from muse_lab.pretraining.data.corpus import Corpus, read_corpus
+from muse_lab.pretraining.batches import Windows
+from muse_lab.pretraining.data.corpus import HELD_OUT, Corpus, read_corpus
 from muse_lab.pretraining.recipes import PRECISIONS
 from muse_lab.records.attention_names import EXACT, without_freezing
 
@@ -124,7 +125,6 @@ def compare_runs(
         from muse_lab.evaluation.comparison.matrix import (
             attentions_of,
             measure,
-            open_windows,
             take_records,
             weights_to_measure,
         )
@@ -143,7 +143,7 @@ def compare_runs(
         take_records(runs, corpus, results, request.path)
         return _report(results, request)
     length = _length(runs, asked_length)
-    windows = open_windows(corpus, length)
+    windows = Windows(corpus, length, split=HELD_OUT)
     asked_for = request.attention or [run.recipe.attention for run in runs]
     tested = list(dict.fromkeys([EXACT, *(without_freezing(full_name(name, length)) for name in asked_for)]))
     if request.samples > len(windows):
@@ -199,7 +199,7 @@ def _show_matrix(results: ComparisonResults) -> None:
     """Show an attention in each row, as their names are long."""
     settings, matrix = results.settings, matrix_table(results)
     title = f"held-out loss, {settings.samples} x {format_size(settings.length)} tokens"
-    table = new_table(f"{title}; rows: tested with, columns: run", *results.runs)
+    table = new_table(f"{title}; rows: tested with, columns: run", "attention", *results.runs)
     for place, name in enumerate(results.attentions, start=2):
         table.add_row(name, *matrix.column(matrix.titles[place]))
     console.print(table)

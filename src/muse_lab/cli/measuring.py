@@ -170,7 +170,7 @@ def show(table: Table, title: str, columns: Mapping[str, str] | Iterable[str], c
         dict(columns) if isinstance(columns, Mapping) else {name: name.replace(" ", "\n", 1) for name in columns}
     )
     shown = {name: short for name, short in short_titles.items() if name in table.titles}
-    printed = new_table(title, *shown.values())
+    printed = new_table(title, table.titles[0], *shown.values())
     printed.caption = caption or None
     for first, *cells in zip(table.column(table.titles[0]), *map(table.column, shown), strict=True):
         printed.add_row(first, *cells)

@@ -8,11 +8,9 @@ from pathlib import Path
 from typing import Annotated, NamedTuple
 
 import typer
-from rich.box import SIMPLE
-from rich.table import Table
 
 from muse_attention.sizes import format_size, parse_size
-from muse_lab.cli.app import Output, Overwrite, app, console, phases_bar, run_errors, say, user_errors
+from muse_lab.cli.app import Output, Overwrite, app, console, new_table, phases_bar, run_errors, say, user_errors
 from muse_lab.cli.options import option
 from muse_lab.pretraining.data.contents import open_contents
 from muse_lab.pretraining.data.corpus import HELD_OUT, MANIFEST, TRAIN, Manifest, read_corpus
@@ -194,10 +192,7 @@ def _in_words(kind: str, paths: Sequence[Path], part: _Part) -> str:
 
 
 def _show(manifest: Manifest) -> None:
-    table = Table(box=SIMPLE, title=manifest.source, title_style="", title_justify="left", pad_edge=False)
-    table.add_column("split")
-    for header in ("bucket", "documents", "tokens"):
-        table.add_column(header, justify="right")
+    table = new_table(manifest.source, "split", "bucket", "documents", "tokens")
     for stream in manifest.streams:
         table.add_row(stream.split, format_size(stream.bucket), f"{stream.documents:,}", f"{stream.tokens:,}")
     console.print(table)

@@ -150,20 +150,16 @@ def measure(
         results.write(path)
 
 
-def position_losses(model: PreTrainedModel, ids: Tensor, attention: str) -> Tensor:
-    """(length - 1) cross-entropies, in nats, of the tokens that follow each position of (length) ids."""
-    return token_losses(model, ids, ids[1:], attention)
-
-
-def token_losses(model: PreTrainedModel, ids: Tensor, targets: Tensor, attention: str) -> Tensor:
+def position_losses(model: PreTrainedModel, ids: Tensor, attention: str, targets: Tensor | None = None) -> Tensor:
     """Cross-entropies, in nats, of (targets), each of which follows a position of (length) ids, from the first one on.
 
+    By default they are the (length - 1) ids after the first.
     Logits are computed for a few positions at a time, and their softmax in at least float32. The result is float64, on
     the CPU.
     """
     from muse_attention.huggingface import use_attention
 
-    ids, targets = ids.to(model.device), targets.to(model.device)
+    ids, targets = (tensor.to(model.device) for tensor in (ids, ids[1:] if targets is None else targets))
     with use_attention(model, attention), torch.no_grad():
         hidden = _hidden_states(model, ids[None])[0, : len(targets)]
         parts = [

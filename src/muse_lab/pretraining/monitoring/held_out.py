@@ -136,8 +136,7 @@ def _held_out(corpus: Corpus, recipe: Recipe) -> list[_Document]:
         windows = Windows(corpus, recipe.length, split=HELD_OUT)
     except ValueError as error:
         raise ValueError(f"{error}, or set evaluate_every=0") from None
-    number = min(recipe.evaluate_samples, len(windows))
-    spaced = (windows[index * len(windows) // number] for index in range(number))
+    spaced = windows.spaced(min(recipe.evaluate_samples, len(windows)))
     return [_Document(tokens, torch.ones_like(tokens, dtype=torch.bool)) for tokens in spaced]
 
 
