@@ -27,7 +27,7 @@ from muse_lab.benchmark.request import MATCHED_KINDS, BenchmarkRequest, Shape, a
 from muse_lab.benchmark.results import BenchmarkResults, BenchmarkSettings, Case
 from muse_lab.benchmark.stages import STAGES, stage_of, sum_by_stage
 from muse_lab.benchmark.suite import run_plan, start_results
-from muse_lab.benchmark.sweeps import SWEEPS
+from muse_lab.benchmark.sweeps import SWEEPS, sweep_requests
 from muse_lab.benchmark.tables import caption, noise_lines
 from muse_lab.benchmark.timing import Times, time_interleaved
 from muse_lab.benchmark.workload import AttentionCall, Workload, sdpa
@@ -63,7 +63,8 @@ def measured(plan: Plan, path: Path) -> BenchmarkResults:
 
 
 def sweep_plan(name: str, length: int = 65536) -> Plan:
-    return Plan.of_sweep(dataclasses.replace(SETTINGS, sweep=name), length)
+    settings = dataclasses.replace(SETTINGS, sweep=name)
+    return Plan(settings, sweep_requests(settings, length))
 
 
 def test_lengths_are_read_as_they_are_written() -> None:
@@ -464,7 +465,7 @@ def test_a_sweep_over_lengths_keeps_the_number_of_tokens(name: str, config: str)
     assert "causal attention, the batch that the table says, 2 heads of 8" in report
     assert "| exact | 32k, batch 4 |" in report
     with pytest.raises(ValueError, match="has batches of its own; leave out --batch"):
-        Plan.of_sweep(dataclasses.replace(SETTINGS, sweep=name, batch=2), 65536)
+        sweep_requests(dataclasses.replace(SETTINGS, sweep=name, batch=2), 65536)
 
 
 def test_a_sweep_of_the_inputs_changes_their_shape() -> None:
@@ -495,7 +496,7 @@ def test_a_sweep_leaves_out_what_would_be_exact() -> None:
 
 def test_a_sweep_over_heads_has_keys_for_each() -> None:
     with pytest.raises(ValueError, match="as many key heads as heads; leave out --key-heads"):
-        Plan.of_sweep(dataclasses.replace(GROUPED, sweep="heads"), 65536)
+        sweep_requests(dataclasses.replace(GROUPED, sweep="heads"), 65536)
 
 
 def test_the_report_of_a_sweep_over_the_inputs_says_the_shape_of_each_case() -> None:

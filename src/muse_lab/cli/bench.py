@@ -24,7 +24,7 @@ from muse_lab.benchmark.plan import Plan
 from muse_lab.benchmark.request import MATCHED_KINDS
 from muse_lab.benchmark.results import BenchmarkResults, BenchmarkSettings
 from muse_lab.benchmark.suite import run_plan, start_results
-from muse_lab.benchmark.sweeps import SWEEPS, find_sweep
+from muse_lab.benchmark.sweeps import SWEEPS, find_sweep, sweep_requests
 from muse_lab.cli.app import (
     Device,
     Output,
@@ -205,7 +205,7 @@ def _plan(
         raise ValueError("--sweep has attentions of its own; leave out --attention")
     if asked_lengths and _has_own_lengths(settings):
         raise ValueError(f"--sweep {settings.sweep} has lengths of its own; leave out --length")
-    return Plan.of_sweep(settings, lengths[0], captures)
+    return Plan(settings, sweep_requests(settings, lengths[0]), captures)
 
 
 def _has_own_lengths(settings: BenchmarkSettings) -> bool:
