@@ -42,7 +42,6 @@ from muse_lab.cli.language_model import Dtype, Place
 from muse_lab.cli.measuring import add_command, measuring, show, spell, write
 from muse_lab.cli.options import Words, attentions, listed, option
 from muse_lab.records.machine import machine_lines
-from muse_lab.report.fidelity_columns import meaning
 
 _LENGTHS = "32k,64k"
 _SWEEP = f"Vary one setting at the first length: {', '.join(SWEEPS)}."
@@ -177,7 +176,8 @@ def _measure_plan(plan: Plan, results: BenchmarkResults, path: Path, command: st
     hardware, versions = machine_lines(results.machine)
     show(times_table(results), f"{hardware}\n{versions}", _SHOWN, tables.caption(results))
     if (retrieved := retrieval_table(results)) is not None:
-        show(retrieved, "", retrieved.titles[1:], meaning(case.fidelity for case in results.cases))
+        definitions = (f"{column.title}: {column.definition}" for column in retrieved.columns if column.definition)
+        show(retrieved, "", retrieved.titles[1:], " ".join(definitions))
     for line in tables.noise_lines(results):
         say(line)
     write(bench_report(results, path.stem), path, path)
