@@ -13,7 +13,7 @@ from muse_lab.evaluation.comparison.findings import difference, speedup
 from muse_lab.evaluation.comparison.results import ComparisonResults
 from muse_lab.evaluation.fidelity.presets import find_presets
 from muse_lab.evaluation.means import Mean
-from muse_lab.pretraining.schedule import EXACT
+from muse_lab.records.attention_names import EXACT
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "paper.md"

@@ -35,7 +35,7 @@ from muse_attention.sizes import format_size, parse_size
 from muse_lab.benchmark.results import BenchmarkResults
 from muse_lab.evaluation.comparison.seeds import seeds_of
 from muse_lab.evaluation.means import Mean
-from muse_lab.pretraining.schedule import EXACT
+from muse_lab.records.attention_names import EXACT
 
 LOSSES, NEEDLES = "quality.svg", "quality-needles.svg"
 DEFAULT = f"MuSe, {TRAINED_WITH}"

@@ -15,7 +15,7 @@ from docs_build.records import DEFAULTS_OF_0_3, GPU, TRAINED_WITH, read_comparis
 from docs_build.style import GREEN, GREY, WIDTH, save
 from muse_attention.sizes import format_size
 from muse_lab.evaluation.comparison.seeds import Seeds, seeds_of
-from muse_lab.pretraining.schedule import EXACT
+from muse_lab.records.attention_names import EXACT
 
 PICTURE = "loss-against-seconds.svg"
 RECORD = "32k"

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typer.testing import CliRunner
 
-from muse_lab.cli import commands
+from muse_lab.cli.app import app
 
 Outcome = tuple[int, str, str]
 """Exit code, stdout and stderr."""
 
 
 def run_muse(*arguments: object) -> Outcome:
-    result = CliRunner().invoke(commands.app, list(map(str, arguments)))
+    result = CliRunner().invoke(app, list(map(str, arguments)))
     return result.exit_code, result.stdout, result.stderr
 
 

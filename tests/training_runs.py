@@ -13,6 +13,7 @@ pytest.importorskip("tokenizers")
 
 from muse_attention.huggingface import forward
 from muse_lab.pretraining.checkpoints import store as checkpoints
+from muse_lab.pretraining.checkpoints.shards import whole_pieces
 from muse_lab.pretraining.data.corpus import Corpus
 from muse_lab.pretraining.monitoring.metrics import Step, read_metrics
 from muse_lab.pretraining.recipes import Recipe, override, tiny
@@ -35,6 +36,12 @@ SMALL = override(
 )
 
 QUICK = override(SMALL, ["attention=exact", "probe_every=0"])
+
+
+def save_whole(folder: Path, step: int, about: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    """Write a checkpoint of tensors that this process has whole."""
+    checkpoints.begin(folder, step)
+    checkpoints.finish(folder, step, about, checkpoints.write_shard(folder, step, 0, whole_pieces(tensors)))
 
 
 def attentions_called(monkeypatch: pytest.MonkeyPatch) -> list[str]:

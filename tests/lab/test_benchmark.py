@@ -27,7 +27,7 @@ from muse_lab.benchmark.request import MATCHED_KINDS, BenchmarkRequest, Shape, a
 from muse_lab.benchmark.results import BenchmarkResults, BenchmarkSettings, Case
 from muse_lab.benchmark.stages import STAGES, stage_of, sum_by_stage
 from muse_lab.benchmark.suite import run_plan, start_results
-from muse_lab.benchmark.sweeps import SWEEPS
+from muse_lab.benchmark.sweeps import SWEEPS, sweep_requests
 from muse_lab.benchmark.tables import caption, noise_lines
 from muse_lab.benchmark.timing import Times, time_interleaved
 from muse_lab.benchmark.workload import AttentionCall, Workload, sdpa
@@ -63,7 +63,8 @@ def measured(plan: Plan, path: Path) -> BenchmarkResults:
 
 
 def sweep_plan(name: str, length: int = 65536) -> Plan:
-    return Plan.of_sweep(dataclasses.replace(SETTINGS, sweep=name), length)
+    settings = dataclasses.replace(SETTINGS, sweep=name)
+    return Plan(settings, sweep_requests(settings, length))
 
 
 def test_lengths_are_read_as_they_are_written() -> None:
@@ -206,7 +207,7 @@ def captures_file(folder: Path, length: int = 300, samples: int = 3, repeat: boo
     """Four heads of 8."""
     torch.manual_seed(length)
     tensors = [torch.randn(samples, 4, length, 8) for _ in range(3)]
-    path = folder / f"heads-{length}.pt"
+    path = folder / f"heads-{length}.safetensors"
     save_captures(Captures(*tensors, Origin("a model", "a text", tuple("abcd"))), path)
     return CapturesFile(path, repeat)
 
@@ -234,8 +235,10 @@ def test_captured_heads_are_measured_on(tmp_path: Path) -> None:
 def test_captured_groups_share_their_keys(tmp_path: Path) -> None:
     torch.manual_seed(0)
     query, key, value = (torch.randn(1, heads, 256, 8) for heads in (6, 2, 2))
-    save_captures(Captures(query, key, value, Origin("a model", "a text", tuple("abcdef"))), tmp_path / "groups.pt")
-    file = CapturesFile(tmp_path / "groups.pt")
+    save_captures(
+        Captures(query, key, value, Origin("a model", "a text", tuple("abcdef"))), tmp_path / "groups.safetensors"
+    )
+    file = CapturesFile(tmp_path / "groups.safetensors")
     plan = captured_plan(file, 256, heads=4, key_heads=2)
     work = plan.workload(plan.requests[0].shape)
     assert torch.equal(work.query, query[:, [0, 1, 3, 4]])
@@ -462,7 +465,7 @@ def test_a_sweep_over_lengths_keeps_the_number_of_tokens(name: str, config: str)
     assert "causal attention, the batch that the table says, 2 heads of 8" in report
     assert "| exact | 32k, batch 4 |" in report
     with pytest.raises(ValueError, match="has batches of its own; leave out --batch"):
-        Plan.of_sweep(dataclasses.replace(SETTINGS, sweep=name, batch=2), 65536)
+        sweep_requests(dataclasses.replace(SETTINGS, sweep=name, batch=2), 65536)
 
 
 def test_a_sweep_of_the_inputs_changes_their_shape() -> None:
@@ -493,7 +496,7 @@ def test_a_sweep_leaves_out_what_would_be_exact() -> None:
 
 def test_a_sweep_over_heads_has_keys_for_each() -> None:
     with pytest.raises(ValueError, match="as many key heads as heads; leave out --key-heads"):
-        Plan.of_sweep(dataclasses.replace(GROUPED, sweep="heads"), 65536)
+        sweep_requests(dataclasses.replace(GROUPED, sweep="heads"), 65536)
 
 
 def test_the_report_of_a_sweep_over_the_inputs_says_the_shape_of_each_case() -> None:

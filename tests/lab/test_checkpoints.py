@@ -36,7 +36,7 @@ from tests.lab.test_prepare import contents
 from tests.patience import PATIENCE
 from tests.processes import running
 from tests.ranks import CONTEXT, training_alone, wait_for
-from tests.training_runs import QUICK, SMALL, STEPS, assert_same_run, inode_of, losses, train_until
+from tests.training_runs import QUICK, SMALL, STEPS, assert_same_run, inode_of, losses, save_whole, train_until
 
 
 @pytest.mark.long
@@ -457,7 +457,7 @@ def test_no_half_of_a_model_is_left(
 def test_large_states_are_in_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shards, "BYTES_PER_FILE", 150)
     tensors = {name: torch.randn(10, 3) for name in "abcd"}
-    checkpoints.save(tmp_path, 1, {}, tensors)
+    save_whole(tmp_path, 1, {}, tensors)
     checkpoint = checkpoints.verify(tmp_path, 1)
     assert len(checkpoint.files) == 4
     found = dict(checkpoints.read_tensors(checkpoint))
@@ -466,7 +466,7 @@ def test_large_states_are_in_several_files(tmp_path: Path, monkeypatch: pytest.M
 
 
 def save_and_prune(folder: Path, step: int) -> None:
-    checkpoints.save(folder, step, {}, {"a": torch.full((3,), float(step))})
+    save_whole(folder, step, {}, {"a": torch.full((3,), float(step))})
     checkpoints.prune(folder, step, 1)
 
 

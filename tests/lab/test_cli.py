@@ -18,8 +18,8 @@ from typer.main import get_command
 import muse_attention
 from muse_attention.config import MuSeConfig
 from muse_lab.benchmark.suite import run_plan
-from muse_lab.cli import commands, info, main
-from muse_lab.cli.app import console, new_table, phases_bar
+from muse_lab.cli import info, main
+from muse_lab.cli.app import app, console, new_table, phases_bar
 from muse_lab.cli.language_model import short_warnings
 from muse_lab.records.captured_heads import Captures, Origin, save_captures
 from tests.command_line import assert_done, assert_refused, run_muse
@@ -61,14 +61,14 @@ sys.exit(f"imported {{found}}" if found else 0)
 
 
 def test_every_command_is_listed_and_every_listed_command_is_there() -> None:
-    group = get_command(commands.app)
+    group = get_command(app)
     context = group.make_context("muse", ["info"])
     loaded = {name: group.get_command(context, name) for name in group.list_commands(context)}
     assert all(command.name == name for name, command in loaded.items())
-    files = {path.stem for path in Path(commands.__file__).parent.glob("*.py")}
+    files = {path.stem for path in Path(info.__file__).parent.glob("*.py")}
     for module in files - {"__main__"}:
         importlib.import_module(f"muse_lab.cli.{module}")
-    assert set(get_command(commands.app).commands) == set(loaded)
+    assert set(get_command(app).commands) == set(loaded)
 
 
 def test_threads_of_the_command_line_wait_without_spinning(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,7 +105,7 @@ def test_brackets_in_names_mean_nothing(monkeypatch: pytest.MonkeyPatch, capsys:
     with phases_bar() as on_step:
         on_step(f"reading {name}", 1, 2)
     assert f"reading {name}" in capsys.readouterr().err
-    table = new_table(name, name)
+    table = new_table(name, "attention", name)
     table.add_row(name, name)
     console.print(table)
     assert capsys.readouterr().out.count(name) == 4
@@ -149,7 +149,7 @@ def test_info_says_what_triton_needs(
 def test_bench_writes_results_report_and_picture(tmp_path: Path) -> None:
     folder = tmp_path / "benchmarks"
     out = assert_done(run_muse(*SHORT_BENCH, "--output", folder, "--name", "short"))
-    endings = ("-forward-backward.png", "-forward.png", ".csv", ".html", ".json", ".md")
+    endings = ("-forward-backward.png", "-forward.png", ".html", ".json", ".md")
     assert sorted(file.name for file in folder.iterdir()) == [f"short{ending}" for ending in endings]
     default = str(MuSeConfig.for_length(512)).partition(",")[0]
     for expected in ("SDPA", default, "block_diagonal:256", "moba:L256B16R1", "wrote"):
@@ -159,7 +159,7 @@ def test_bench_writes_results_report_and_picture(tmp_path: Path) -> None:
     (command,) = results["commands"]
     assert command.startswith("muse bench --device cpu --length 512 --heads 1 ")
     assert command in (folder / "short.md").read_text()
-    for file in ("short.json", "short.md", "short.html", "short.csv"):
+    for file in ("short.json", "short.md", "short.html"):
         assert str(tmp_path) not in (folder / file).read_text()
 
 
@@ -184,7 +184,7 @@ def test_bench_measures_on_captured_heads(tmp_path: Path) -> None:
     torch.manual_seed(0)
     tensors = [torch.randn(1, 2, 300, 8) for _ in range(3)]
     (tmp_path / "captured").mkdir()
-    file = tmp_path / "captured" / "heads.pt"
+    file = tmp_path / "captured" / "heads.safetensors"
     save_captures(Captures(*tensors, Origin("a model", "a text", ("a", "b"))), file)
     asked = ("bench", "--device", "cpu", "--length", "512", "--attention", "exact", "--repeats", "1", "--no-memory")
     folder = tmp_path / "results"
@@ -196,7 +196,7 @@ def test_bench_measures_on_captured_heads(tmp_path: Path) -> None:
     assert (case["request"]["shape"]["heads"], case["request"]["shape"]["head_dim"]) == (2, 8)
     assert results["settings"]["captures"]["model"] == "a model"
     (command,) = results["commands"]
-    assert "--captures heads.pt --repeat-captures" in command
+    assert "--captures heads.safetensors --repeat-captures" in command
     assert str(tmp_path) not in (folder / "cpu-heads.md").read_text()
 
 
@@ -211,9 +211,7 @@ def test_a_sweep_writes_files_that_name_it(tmp_path: Path) -> None:
     asked = (*SHORT_BENCH[:3], "--length", "2100", *SHORT_BENCH[5:], "--sweep", "block-size", "--output", tmp_path)
     out = assert_done(run_muse(*asked))
     name = "cpu-sweep-block-size"
-    assert {f"{name}.{ending}" for ending in ("csv", "html", "json", "md")} <= {
-        file.name for file in tmp_path.iterdir()
-    }
+    assert {f"{name}.{ending}" for ending in ("html", "json", "md")} <= {file.name for file in tmp_path.iterdir()}
     assert "2100" in out
     results = json.loads((tmp_path / f"{name}.json").read_text())
     assert results["settings"]["sweep"] == "block-size"
@@ -329,7 +327,7 @@ import sys, torch
 before = set(sys.modules)
 if not {is_installed}:
     sys.modules.update(dict.fromkeys({heavy[:-1]}))
-from muse_lab.cli.commands import app
+from muse_lab.cli.app import app
 for words in (["--help"], ["prepare", "--help"], ["eval", "needles", "--help"], ["info"]):
     app(words, standalone_mode=False)
 found = [name for name in {heavy} if name not in before and sys.modules.get(name) is not None]

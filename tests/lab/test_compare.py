@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import csv
 import dataclasses
-import io
 import json
 import math
 import os
@@ -21,7 +19,7 @@ from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy
 
 from muse_lab.evaluation.comparison import matrix
-from muse_lab.evaluation.comparison.comparison_report import as_csv, comparison_report, headline, warnings
+from muse_lab.evaluation.comparison.comparison_report import comparison_report, headline, warnings
 from muse_lab.evaluation.comparison.findings import (
     difference,
     differing_fields,
@@ -30,14 +28,15 @@ from muse_lab.evaluation.comparison.findings import (
     speedup,
     switching,
 )
-from muse_lab.evaluation.comparison.matrix import measure, open_windows, read_samples
+from muse_lab.evaluation.comparison.matrix import measure
 from muse_lab.evaluation.comparison.positions import positions_table
 from muse_lab.evaluation.comparison.results import ComparisonResults, ComparisonSettings
 from muse_lab.evaluation.comparison.runs import choose_evenly, load_weights, open_runs
 from muse_lab.evaluation.loss.curves import bins_of
 from muse_lab.evaluation.means import Mean
 from muse_lab.models import load_model
-from muse_lab.pretraining.data.corpus import Corpus
+from muse_lab.pretraining.batches import Windows
+from muse_lab.pretraining.data.corpus import HELD_OUT, Corpus
 from muse_lab.pretraining.monitoring.metrics import read_metrics
 from muse_lab.pretraining.recipes import override
 from muse_lab.report.html import as_html
@@ -54,7 +53,7 @@ RECIPE = override(SMALL, ["steps=6", "checkpoint_every=2", "keep=9", "probe_ever
 
 
 def settings_of(corpus: Corpus, samples: int = 2) -> ComparisonSettings:
-    windows = len(open_windows(corpus, 64))
+    windows = len(Windows(corpus, 64, split=HELD_OUT))
     return ComparisonSettings("made up", corpus.fingerprint, 64, samples, windows, "cpu", "float32")
 
 
@@ -84,7 +83,7 @@ def flip_a_byte(path: Path) -> None:
 def test_a_loss_is_that_of_the_logits_on_a_held_out_window(corpus: Corpus, trained: Path, tmp_path: Path) -> None:
     results = compared(corpus, tmp_path / "compare.json", trained / "muse", attentions=["exact", MUSE])
     model, _ = load_model(trained / "muse" / "model")
-    windows = open_windows(corpus, 64)
+    windows = Windows(corpus, 64, split=HELD_OUT)
     for attention in ("exact", MUSE):
         model.set_attention(attention)
         cell = results.find("muse", 6, attention)
@@ -99,10 +98,10 @@ def test_a_loss_is_that_of_the_logits_on_a_held_out_window(corpus: Corpus, train
 
 
 def test_samples_are_spread_over_all_windows_of_the_held_out_split(corpus: Corpus) -> None:
-    windows = open_windows(corpus, 64)
-    samples = read_samples(windows, len(windows))
+    windows = Windows(corpus, 64, split=HELD_OUT)
+    samples = torch.stack(windows.spaced(len(windows)))
     assert samples.shape == (len(windows), 65)
-    assert torch.equal(read_samples(windows, 2), samples[[0, len(windows) // 2]])
+    assert torch.equal(torch.stack(windows.spaced(2)), samples[[0, len(windows) // 2]])
     held_out = [corpus.tokens(stream, 0, stream.tokens) for stream in corpus.streams("held-out")]
     assert samples[0].tolist() == held_out[0][:65].tolist()
     assert samples[-1, -1].item() in held_out[-1]
@@ -147,11 +146,11 @@ def test_what_was_measured_is_not_measured_again(
     corpus: Corpus, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "compare.json"
-    measured = Mock(wraps=matrix.token_losses)
-    monkeypatch.setattr(matrix, "token_losses", measured)
+    measured = Mock(wraps=matrix.position_losses)
+    monkeypatch.setattr(matrix, "position_losses", measured)
     compared(corpus, path, trained / "exact")
     compared(corpus, path, trained / "exact", trained / "muse", attentions=["exact", MUSE])
-    attentions = [call.args[-1] for call in measured.call_args_list]
+    attentions = [call.args[2] for call in measured.call_args_list]
     assert attentions == ["exact"] * 2 + [MUSE] * 2 + ["exact", MUSE] * 2
     assert list(ComparisonResults.read(path).runs) == ["exact", "muse"]
 
@@ -167,7 +166,7 @@ def test_other_weights_of_the_same_name_are_refused(corpus: Corpus, trained: Pat
 def test_a_loss_that_is_no_number_is_refused(
     corpus: Corpus, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(matrix, "token_losses", lambda *arguments: torch.full((64,), torch.nan))
+    monkeypatch.setattr(matrix, "position_losses", lambda *arguments: torch.full((64,), torch.nan))
     with pytest.raises(ValueError, match=r"loss of muse under exact is not a finite number; use --dtype float32"):
         compared(corpus, tmp_path / "compare.json", trained / "muse")
 
@@ -252,7 +251,7 @@ def test_a_torn_last_line_of_metrics_is_left_out(corpus: Corpus, copies: Path) -
     path = copies / "muse" / "metrics.jsonl"
     path.write_text(path.read_text()[:-20])
     (run,) = open_runs([copies / "muse"], corpus)
-    assert run.curves.updates == 5
+    assert len(run.curves.points) == 5
     path.write_text('{"step": 1}\n')
     with pytest.raises(ValueError, match=r"metrics.jsonl is not of this version of muse train"):
         open_runs([copies / "muse"], corpus)
@@ -431,9 +430,6 @@ def test_the_name_of_a_run_is_text_in_every_report() -> None:
     assert not re.search(r"(?<!\\)[`<|]x|(?<!\\)<b>|(?<!\\)\$z", report)
     assert "| =1+1\\|\\`\\<b\\>x\\</b\\>\\` ## y \\$z\\$ |" in report
     assert "- =" not in report
-    rows = list(csv.DictReader(io.StringIO(as_csv(results))))
-    assert [row["run"] for row in rows] == ["exact", f"'{HOSTILE}"]
-    assert [row["loss"] for row in rows] == ["1", "2"]
 
 
 def test_the_name_of_a_run_is_text_in_pictures() -> None:
@@ -457,18 +453,16 @@ def test_the_command_writes_reports_that_need_no_run(corpus: Corpus, copies: Pat
     output = tmp_path / "compare"
     asked = (copies / "exact", copies / "muse", "--corpus", corpus.folder, "--output", output, "--samples", 3)
     out = assert_done(run_command(*asked, "--checkpoints", 1))
-    names = {"json", "md", "csv", "html"}
+    names = {"json", "md", "html"}
     pictures = {"training", "training-seconds", "positions", "positions-1", "positions-2", "errors-2"}
     expected = {f"compare.{name}" for name in names} | {f"compare-{name}.png" for name in pictures}
     assert {file.name for file in output.iterdir()} == expected
     assert "muse, trained with muse:Q4K4R1SP1B16,clustering=lloyd: held-out loss under exact attention within" in out
-    lines = list(csv.reader((output / "compare.csv").read_text().splitlines()))
-    measured = {"exact": [("6", "exact"), ("6", MUSE), ("2", "exact")]}
-    measured["muse"] = [*measured["exact"], ("2", MUSE)]  # a run's own attention at its checkpoints too
-    assert [line[:5] for line in lines[1:]] == [
-        [run, trained_with, lines[1][2], updates, tested_with]
-        for run, trained_with in (("exact", "exact"), ("muse", MUSE))
-        for updates, tested_with in measured[run]
+    results = ComparisonResults.read(output / "compare.json")
+    measured = {"exact": [(6, "exact"), (6, MUSE), (2, "exact")]}
+    measured["muse"] = [*measured["exact"], (2, MUSE)]  # a run's own attention at its checkpoints too
+    assert [(cell.run, cell.step, cell.attention) for cell in results.cells] == [
+        (run, *cell) for run, cells in measured.items() for cell in cells
     ]
     page = (output / "compare.html").read_text()
     for heading in ("Training attention against test attention", "Loss by position", "Scaling law"):
@@ -506,7 +500,7 @@ def test_one_run_and_an_attention_of_ones_own_choice(corpus: Corpus, trained: Pa
         *("--checkpoints", 0, "--attention", "block_diagonal:16"),
     )
     assert code == 0, err
-    windows = len(open_windows(corpus, 64))
+    windows = len(Windows(corpus, 64, split=HELD_OUT))
     assert err == f"muse: the held-out split has {windows} windows of 64: all of them are used\n"
     results = ComparisonResults.read(tmp_path / "compare.json")
     assert [cell.attention for cell in results.cells] == ["exact", "block_diagonal:16"]
@@ -546,13 +540,13 @@ def test_ctrl_c_says_how_to_go_on(
     corpus: Corpus, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = (trained / "exact", "--corpus", corpus.folder, "--output", tmp_path, "--samples", 2, "--checkpoints", 0)
-    original = matrix.token_losses
-    monkeypatch.setattr(matrix, "token_losses", Mock(wraps=original, side_effect=[DEFAULT, KeyboardInterrupt]))
+    original = matrix.position_losses
+    monkeypatch.setattr(matrix, "position_losses", Mock(wraps=original, side_effect=[DEFAULT, KeyboardInterrupt]))
     code, _, err = run_command(*asked)
     assert code == 130
     assert "interrupted; what is finished is in" in err
     command = err.partition("continue with: muse ")[2].split()
     assert len(ComparisonResults.read(tmp_path / "compare.json").cells[0].bins) == 1
-    monkeypatch.setattr(matrix, "token_losses", original)
+    monkeypatch.setattr(matrix, "position_losses", original)
     assert_done(run_muse(*command))
     assert len(ComparisonResults.read(tmp_path / "compare.json").cells[0].bins) == 2

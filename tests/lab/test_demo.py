@@ -20,7 +20,7 @@ from muse_lab.cli.demo_report import demo_report
 from muse_lab.evaluation.comparison.results import ComparisonResults
 from muse_lab.pretraining.monitoring.metrics import read_metrics
 from muse_lab.pretraining.recipes import Recipe, override, tiny
-from muse_lab.pretraining.schedule import EXACT
+from muse_lab.records.attention_names import EXACT
 from tests.command_line import assert_done, run_muse
 from tests.lab.test_prepare import SMALL as SMALL_CORPUS
 from tests.lab.test_prepare import as_repositories, contents, sources

@@ -21,7 +21,7 @@ from muse_lab.pretraining.interruptions.failures import (
 )
 from muse_lab.pretraining.recipes import override
 from muse_lab.pretraining.training import train
-from tests.training_runs import QUICK, assert_same_run, train_until
+from tests.training_runs import QUICK, assert_same_run, save_whole, train_until
 
 RECIPE = override(QUICK, ["skip_budget=1"])
 
@@ -32,7 +32,7 @@ def poison(output: Path, step: int) -> None:
     checkpoint = checkpoints.verify(folder, step)
     tensors = dict(checkpoints.read_tensors(checkpoint))
     tensors = {name: torch.full_like(tensor, 1e38) if "norm" in name else tensor for name, tensor in tensors.items()}
-    checkpoints.save(folder, step, checkpoint.about, tensors)
+    save_whole(folder, step, checkpoint.about, tensors)
 
 
 @pytest.mark.long

@@ -124,19 +124,6 @@ def test_a_killed_run_loses_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert seen == [0, 0, 1]  # before anything, and before each of two layers
 
 
-def test_csv_has_a_line_for_every_head(tmp_path: Path) -> None:
-    results = FidelityResults({}, SETTINGS)
-    measure(tiny_llama(), token_ids(128, batch=2), REQUESTS, results, tmp_path / "results.json")
-    header, *lines = results.as_csv().splitlines()
-    assert header == (
-        "attention,length,sample,layer,head,relative_squared_error,cosine,energy_error,lse_gap,error_p99,error_p999,"
-        "share_far_off,pairs_per_query,keys_per_query,share_retrieving,found_share"
-    )
-    assert len(lines) == 3 * 2 * 2 * 4
-    assert lines[0].startswith(f'"{COARSE}",128,0,0,0,')
-    assert all(line.endswith(",,,") == line.startswith("block_diagonal") for line in lines)
-
-
 def test_gradients_are_measured_where_they_are_asked_for(tmp_path: Path) -> None:
     """Those of a file that has none yet are added to it, and nothing else is measured again."""
     model, tokens, path = tiny_llama(), token_ids(128, batch=2), tmp_path / "results.json"
@@ -158,9 +145,6 @@ def test_gradients_are_measured_where_they_are_asked_for(tmp_path: Path) -> None
             found = torch.tensor(resumed.measured[REQUESTS[0]][0][layer][name], dtype=torch.float64)
             torch.testing.assert_close(found, expected[0], rtol=1e-5, atol=0)
     assert set(after) - set(before) == {"query_gradient_error", "key_gradient_error", "value_gradient_error"}
-    header, first, *_ = resumed.as_csv().splitlines()
-    assert header.endswith("query_gradient_error,key_gradient_error,value_gradient_error")
-    assert "" not in first.split(",")
 
 
 # Texts
@@ -351,7 +335,7 @@ def asked(folder: Path, tmp_path: Path) -> list[object]:
 def test_the_command_writes_results_and_reports(asked: list[object], tmp_path: Path) -> None:
     out = assert_done_quietly(run_muse(*asked))
     names = {file.name for file in (tmp_path / "out").iterdir()}
-    assert names == {"tiny.json", "tiny.csv", "tiny.md", "tiny.html", "tiny-error-of-every-head.png"}
+    assert names == {"tiny.json", "tiny.md", "tiny.html", "tiny-error-of-every-head.png"}
     document = json.loads((tmp_path / "out" / "tiny.json").read_text())
     assert document["machine"]["transformers"]
     (command,) = document["commands"]

@@ -14,7 +14,6 @@ from muse_attention.core.recording import recorded_calls
 from muse_attention.fidelity.lookups import found_weight
 from muse_lab.evaluation.lookups.lookup_report import (
     STRONG,
-    as_csv,
     head_table,
     layer_table,
     lookup_report,
@@ -115,9 +114,6 @@ def test_tables_by_attention_layer_and_head() -> None:
     assert [row[:2] for row in rows] == [("0", "0"), ("3", "0"), ("3", "1"), ("0", "1")]
     report = as_markdown(lookup_report(results, "t"))
     assert "## By layer, 512" in report
-    lines = as_csv(results).splitlines()
-    assert len(lines) == 1 + 2 * 2 * 2
-    assert lines[1] == f'"{PAPER}",512,single,0,0,2,0.5,0.25,0.25,1'
 
 
 def test_no_weight_has_no_share() -> None:

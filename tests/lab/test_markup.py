@@ -1,9 +1,7 @@
-"""Text in Markdown and CSV: names are anybody's, and are shown as they are, in every report."""
+"""Text in Markdown: names are anybody's, and are shown as they are, in every report."""
 
 from __future__ import annotations
 
-import csv
-import io
 import re
 
 import pytest
@@ -12,7 +10,7 @@ from muse_lab.benchmark.bench_report import bench_report
 from muse_lab.benchmark.results import BenchmarkResults
 from muse_lab.records.machine import describe_machine
 from muse_lab.report.markdown import as_markdown
-from muse_lab.report.markup import csv_text, fenced, markdown_line, markdown_list, markdown_table
+from muse_lab.report.markup import fenced, markdown_line, markdown_list, markdown_table
 from tests.lab.test_benchmark import SETTINGS, some_case
 
 HOSTILE = "=cmd|' /C calc'!A0 | `x` <img src=x onerror=alert(1)> [a](javascript:b) *b* _c_ $d$ ~~e~~ &lt; \\| # f\n## g"
@@ -73,32 +71,6 @@ def test_no_line_ends_a_fence() -> None:
     lines = ["muse compare a", "```", "````` b", "# c"]
     assert fenced(lines) == "\n".join(["``````", *lines, "``````"])
     assert fenced(["a"]) == "```\na\n```"
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        *("=1+1", "+1+1", "-1+1", "@SUM(A1)", "\t=1", "\r=1", "\n=1"),
-        *(" =1", "-", "=", "-a", "--resume", "+", "\uff1d1"),
-        *("-1 ± 2", "=cmd|' /C calc'!A0", '=HYPERLINK("http://x","y")', "-0.5e", "1e5=", "-infinite"),
-    ],
-)
-def test_no_cell_of_csv_is_a_formula(text: str) -> None:
-    ((header, _), (cell, number)) = csv.reader(io.StringIO(csv_text([text, "b"], [[text, -0.5]])))
-    is_formula = text != "1e5="
-    assert cell == header == ("'" if is_formula else "") + text.replace("\r", "\n")
-    assert number == "-0.5"
-
-
-def test_numbers_of_csv_are_numbers() -> None:
-    numbers = ["-0.5", "+0.25", "-1e-05", "-inf", "nan", "-3", ".5", "-.5"]
-    assert csv_text(["a"], [numbers, [-0.5, 3, True, 1e-9]]) == f"a\n{','.join(numbers)}\n-0.5,3,True,1e-09\n"
-
-
-def test_lines_in_a_cell_of_csv_are_one_cell() -> None:
-    text = csv_text(["a", "b"], [["1\r2\r\n3\n4", 'quo"te, comma']])
-    assert "\r" not in text
-    assert list(csv.reader(io.StringIO(text))) == [["a", "b"], ["1\n2\n3\n4", 'quo"te, comma']]
 
 
 def test_a_benchmark_shows_names_as_they_are() -> None:

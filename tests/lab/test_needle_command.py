@@ -54,7 +54,7 @@ def measured(folder: Path, options: list[object]) -> Path:
 
 @pytest.mark.long
 def test_the_command_writes_tables_pictures_and_a_page(measured: Path) -> None:
-    endings = {"tiny.json", "tiny.md", "tiny.csv", "tiny.html"}
+    endings = {"tiny.json", "tiny.md", "tiny.html"}
     endings |= {f"tiny-{measure}-{place}.png" for measure in ("exact-match", "right-of-8") for place in (1, 2)}
     assert {file.name for file in measured.iterdir()} == endings
     results = NeedleResults.read(measured / "tiny.json")
@@ -192,7 +192,7 @@ def measured_beside(folder: Path, beside: Beside, beside_options: list[object]) 
 def test_what_is_measured_beside_answers_is_written_and_reported_anew(
     beside: Beside, measured_beside: Path, tmp_path: Path
 ) -> None:
-    files = {f"tiny-{beside.option}.{ending}" for ending in ("json", "md", "csv", "html")}
+    files = {f"tiny-{beside.option}.{ending}" for ending in ("json", "md", "html")}
     assert {file.name for file in measured_beside.iterdir()} == files
     results = beside.results.read(measured_beside / beside.file)
     assert len(results.measured) == 9, "nothing is asked of exact attention"

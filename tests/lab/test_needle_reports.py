@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import csv
 import dataclasses
-import io
 import math
 import re
 from collections.abc import Iterable
@@ -18,7 +16,7 @@ from muse_lab.cli.language_model import name_of
 from muse_lab.evaluation.means import Mean, Share
 from muse_lab.evaluation.needles import models_report
 from muse_lab.evaluation.needles.models_report import have_same_questions, needle_comparison
-from muse_lab.evaluation.needles.needle_report import as_csv, columns_of, needle_report, places_table, summary_table
+from muse_lab.evaluation.needles.needle_report import columns_of, needle_report, places_table, summary_table
 from muse_lab.evaluation.needles.panels import EXACT_MATCH, depth_tables
 from muse_lab.evaluation.needles.results import NeedleResults, NeedleSettings, NeedleTask, Outcome
 from muse_lab.evaluation.needles.scores import Answer
@@ -79,11 +77,6 @@ def test_names_and_what_a_model_generates_are_text() -> None:
         outside = re.sub(r"````.*?````", "", report, flags=re.DOTALL)
         assert "## y" not in [line[:4] for line in outside.splitlines()]
         assert not re.search(r"(?<!\\)`<|(?<!\\)<b", outside)
-    (first, *_) = csv.DictReader(io.StringIO(as_csv(results)))
-    assert first["generated"] == f"'{hostile}"
-    assert first["log_probability"].startswith("-")
-    names = {row["model"] for row in csv.DictReader(io.StringIO(models_report.as_csv(models)))}
-    assert names == {f"'{hostile}", "b"}
 
 
 @pytest.mark.parametrize(
@@ -95,11 +88,9 @@ def test_a_share_has_a_wilson_interval(right: int, number: int, low: float, high
     assert Share(right, number).interval == pytest.approx((low, high), abs=5e-4)
 
 
-def test_a_share_has_the_binomial_standard_error() -> None:
+def test_a_share_is_that_of_right_answers() -> None:
     assert share([made_up(0, exact) for exact in (True, True, True, False)], is_exact) == Share(3, 4)
     assert Share(3, 4).value == 0.75
-    assert Share(3, 4).standard_error == pytest.approx(math.sqrt(0.75 * 0.25 / 4))
-    assert Share(2491, 2547).standard_error == pytest.approx(0.0029, abs=5e-5), "the paper's 97.80 ± 0.29%"
     assert share([], is_exact) is None
 
 
@@ -143,7 +134,7 @@ def test_tables() -> None:
     assert rows[5] == ("0.55", "100.0% (20.7 to 100.0) of 1", "")
     report = as_markdown(needle_report(hand_made(), "t"))
     assert "Failed: 1 of 10 samples" in report
-    assert "depth 0.55, sample 9: RuntimeError: no" in report
+    assert "single, 2k | 0.55 | 9 | RuntimeError: no |" in report
 
 
 def test_reports_say_where_muse_was_exact() -> None:
@@ -154,14 +145,6 @@ def test_reports_say_where_muse_was_exact() -> None:
         results.measured[NeedleTask(0, length, "single", 0, "muse:QK4R1B4k")] = Outcome((made_up(0, True),))
     assert "MuSe is exact attention: muse:QK4R1B4k at 2k, 4k\n" in as_markdown(needle_report(results, "t"))
     assert "MuSe is exact attention" in as_html(needle_report(results, "t"))
-
-
-def test_csv_has_a_line_for_every_question() -> None:
-    rows = list(csv.DictReader(io.StringIO(as_csv(hand_made()))))
-    assert len(rows) == 10
-    assert rows[3]["generated"] == "1\n2|3"
-    assert (rows[3]["exact"], rows[3]["ranks"], rows[3]["depth"]) == ("0", "0 3", "0.05")
-    assert (rows[9]["error"], rows[9]["exact"]) == ("RuntimeError: no", "")
 
 
 # Several models
@@ -193,7 +176,6 @@ def test_models_are_compared_on_the_same_samples() -> None:
     assert exact.rows[0] == ("0.05", "75.0% (30.1 to 95.4) of 4", "25.0% (4.6 to 69.9) of 4", "-50.0 ± 28.9")
     assert exact.rows[1] == ("0.15", "", "", "")
     assert muse.rows[0] == ("0.05", *["25.0% (4.6 to 69.9) of 4"] * 2, "+0.0 ± 0.0")
-    assert f"one,{COARSE},2048,single,0.05,exact match,0.25,0.217,0.0456,0.699\n" in models_report.as_csv(models)
 
 
 def test_models_are_drawn_by_depth_in_one_picture_for_each_attention_that_reads() -> None:
@@ -383,9 +365,6 @@ def test_trainings_in_folders_side_by_side_are_compared_over_folders(tmp_path: P
     assert "| fine | +20.0 ± 20.0 |  | +20.0 | 0 of 2 | 0 of 2 |" in text
     assert "| 0.05 | 87.5% | 25.0% | -62.5 ± 37.5 | +25.0 |" in text
     assert "| 0.55 | 100.0% | 100.0% | +0.0 ± 0.0 | +0.0 |" in text
-    rows = csv.DictReader(io.StringIO((tmp_path / "needles-over-trainings.csv").read_text()))
-    first = {"model": "exact", "training": "seed-5", "asked": "single, 2k", "depth": "0.05"}
-    assert next(rows) == {**first, "right": "3", "questions": "4"}
     assert "needles-over-trainings.html" in (tmp_path / "index.html").read_text()
     assert run_report(tmp_path) == (0, []), "its own files are no results"
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from muse_lab.cli import report as report_command
+from muse_lab.report.files import check_replaceable
 from tests.command_line import assert_refused, run_muse
 from tests.lab.test_gradient_command import hand_made
 
@@ -131,7 +132,7 @@ def test_files_of_others_are_not_replaced(good: Path) -> None:
     assert (code, lines) == (1, [f"muse: {good.parent / 'index.html'} is not written: {reason}"])
     assert (good.parent / "index.html").read_text() == "my page"
     assert good.with_suffix(".md").exists()
-    for name in ("good.md", "good.html", "good.csv"):
+    for name in ("good.md", "good.html"):
         for file in good.parent.glob("good.*"):
             if file != good:
                 file.unlink()
@@ -139,6 +140,11 @@ def test_files_of_others_are_not_replaced(good: Path) -> None:
         assert_refused(run_muse("report", good), f"muse: {good} is left out: {good.parent / name}: {reason}\n")
         assert {file.name for file in good.parent.glob("good.*")} == {"good.json", name}
         assert (good.parent / name).read_text() == "# Notes of mine\n"
+        (good.parent / name).unlink()
+    picture = good.with_name("good-curve.png")
+    picture.touch()
+    with pytest.raises(FileExistsError, match="not of a report"):  # without a page of a report beside it
+        check_replaceable([good.with_suffix(".md"), picture])
 
 
 def test_only_what_may_hold_results_is_looked_into(good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,9 +157,9 @@ def test_only_what_may_hold_results_is_looked_into(good: Path, monkeypatch: pyte
     code, _, lines = report(folder)
     assert (code, lines) == (0, [])
     assert sorted(folder.rglob("*.html")) == [folder / "in" / "here" / "good.html", folder / "index.html"]
-    monkeypatch.setattr(report_command, "_MOST_FILES", 4)
+    monkeypatch.setattr(report_command, "_MOST_FILES", 3)
     before = set(folder.rglob("*"))
-    refused = f"muse: {folder} holds more than 4 files; give the folder of the results alone"
+    refused = f"muse: {folder} holds more than 3 files; give the folder of the results alone"
     assert_refused(run_muse("report", folder), refused)
     assert set(folder.rglob("*")) == before
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import dataclasses
 import io
 import re
@@ -27,7 +26,7 @@ from muse_lab.evaluation.needles.needle_report import needle_report
 from muse_lab.records.attention_names import short_names
 from muse_lab.records.machine import describe_machine
 from muse_lab.report.files import write_report
-from muse_lab.report.html import LARGEST_DOWNLOAD, as_html
+from muse_lab.report.html import as_html
 from muse_lab.report.markdown import as_markdown
 from muse_lab.report.plots import Axis, Line, line_figure
 from muse_lab.report.provenance import names_table
@@ -152,7 +151,7 @@ def test_pictures_have_the_colour_of_a_dark_page(
 def test_a_table_that_goes_on_has_a_shadow_there(browser: Page, tmp_path: Path) -> None:
     columns = [f"a column {place}" for place in range(12)]
     path = tmp_path / "wide.html"
-    path.write_text(as_html(Report("t", sections=[Section("s", tables=[Table(columns, [columns])])])))
+    path.write_text(as_html(Report("t", sections=[Section("s", Table(columns, [columns]))])))
     for dark in (False, True):
         browser.open(path, 400, dark=dark)
         box = "document.querySelector('.scroll')"
@@ -185,7 +184,6 @@ def test_every_kind_begins_with_what_was_found(kind: str, tmp_path: Path) -> Non
     report, path = KINDS[kind](), tmp_path / "report.json"
     assert report.headline
     assert report.cards
-    assert report.csv
     assert report.provenance.facts
     for _ in range(2):  # it is known as a report, which may be replaced
         write_report(dataclasses.replace(report, sections=[]), path, say=pytest.fail)
@@ -203,16 +201,14 @@ EXAMPLE = Report(
     [
         Section(
             "a < b",
-            ["x & y"],
-            links=[Link("there", "a folder/b.html", "what it says")],
-            figures=[Figure("curve", "A curve", "it falls", lambda: b"png")],
-            tables=[Table([text("what"), number("RSE", "Its |meaning|.")], [("8 keys of <b>", "0.5"), ("b", "")], "T")],
-            notes=["small"],
-            lines=["```", "kept as it is"],
+            Note("small"),
+            "x & y",
+            Link("there", "a folder/b.html", "what it says"),
+            Figure("curve", "A curve", "it falls", lambda: b"png"),
+            Table([text("what"), number("RSE", "Its |meaning|.")], [("8 keys of <b>", "0.5"), ("b", "")], "T"),
         )
     ],
-    provenance=Provenance(["Machine: m"], ["muse loss"]),
-    csv="a,b\n1,2\n",
+    provenance=Provenance(["Machine: m"], ["```", "muse loss"]),
 )
 
 
@@ -232,19 +228,15 @@ class _Checker(HTMLParser):
 
 
 def test_a_page_stands_alone_and_shows_text_as_it_is() -> None:
-    page = as_html(EXAMPLE, {"curve": b"png"}, file_name="example")
+    page = as_html(EXAMPLE, {"curve": b"png"})
     checker = _Checker()
     checker.feed(page)
     assert checker.open == []
     assert [link for link in checker.links if not link.startswith(("#", "data:"))] == ["a%20folder/b.html"]
     assert "<script>" not in page
     assert "8 keys of &lt;b&gt;" in page
-    data = base64.b64encode(EXAMPLE.csv.encode()).decode()
-    assert f'download="example.csv" href="data:text/csv;base64,{data}"' in page
     assert page.index("First &amp; foremost") < page.index("a &lt; b") < page.index("<summary>Provenance")
     assert '<abbr title="Its |meaning|.">RSE</abbr>' in page
-    large = dataclasses.replace(EXAMPLE, csv="1" * (LARGEST_DOWNLOAD + 1))
-    assert 'href="example.csv"' in as_html(large, file_name="example")
 
 
 def test_the_column_decides_what_is_a_number() -> None:
@@ -260,10 +252,9 @@ def test_markdown_has_the_same_parts_in_order() -> None:
     parts = ("# \\<script\\>", "- First \\& foremost", "| 2x |", "## a \\< b", "![A curve](example-curve.png)", "### T")
     later = (
         "small",
-        "````\n```\nkept as it is\n````",
         "## Legend\n\n- RSE: Its",
         "## Provenance",
-        "```\nmuse loss\n```",
+        "````\n```\nmuse loss\n````",
     )
     places = [markdown.index(part) for part in (*parts, *later)]
     assert places == sorted(places)
@@ -279,7 +270,7 @@ def test_columns_of_one_meaning_share_a_line_of_the_legend() -> None:
         number("c", "Gap."),
     ]
     names = Table(("name",), [("exact",)])
-    report = Report("t", sections=[Section("s", tables=[Table(columns, [])])], names=names)
+    report = Report("t", sections=[Section("s", Table(columns, []))], names=names)
     assert report.definitions == {"a; b": "Loss.", "c": "Gap."}
 
 
@@ -303,13 +294,17 @@ def test_short_names_tell_attentions_apart() -> None:
 
 def test_a_section_shows_its_content_by_kind() -> None:
     table, figure = Table(("a",), [("1",)]), Figure("f", "F", "drawn", lambda: b"")
-    section = Section.of("s", Note("small"), table, "words", figure)
+    section = Section("s", Note("small"), table, "words", figure)
     assert (section.prose, section.figures, section.tables, section.notes) == (["words"], [figure], [table], ["small"])
 
 
 def test_an_optional_section_without_rows_is_left_out() -> None:
     empty, full = Table(("a",), []), Table(("a",), [("1",)])
-    sections = [Section.of("1", empty), Section.optional("2", "words", empty), Section.optional("3", empty, full)]
+    sections = [
+        Section("1", empty),
+        Section("2", "words", empty, is_optional=True),
+        Section("3", empty, full, is_optional=True),
+    ]
     assert [section.title for section in Report("t", sections=sections).sections] == ["1", "3"]
 
 

@@ -23,7 +23,7 @@ from muse_lab.pretraining.run import saving
 from muse_lab.pretraining.training import train
 from tests.command_line import assert_refused, run_muse
 from tests.patience import PATIENCE
-from tests.training_runs import QUICK, assert_same_run, learnt, train_until
+from tests.training_runs import QUICK, assert_same_run, learnt, save_whole, train_until
 
 Usage = namedtuple("Usage", "total used free")
 
@@ -222,7 +222,7 @@ def test_a_finished_run_needs_no_room(
 
 def test_checkpoints_until_the_next_one_are_removed(tmp_path: Path) -> None:
     for step, about in ((1, {}), (2, {"until_next": True}), (3, {}), (4, {}), (5, {"until_next": True})):
-        checkpoints.save(tmp_path, step, about, {"a": torch.zeros(3)})
+        save_whole(tmp_path, step, about, {"a": torch.zeros(3)})
     checkpoints.prune(tmp_path, 5, 2)
     assert checkpoints.steps_in(tmp_path) == [3, 4, 5]
     checkpoints.prune(tmp_path, 4, 1)

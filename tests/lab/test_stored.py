@@ -50,10 +50,7 @@ class Measured(StoredResults):
     numbers: dict[Key, list[list[float]]] = field(
         default_factory=dict, metadata=entries("attention", "length", value="samples")
     )
-    scores: dict[str, dict[int, Score]] = field(
-        default_factory=dict,
-        metadata=entries("attention", name="marks", value="given", of_values=entries("index")),
-    )
+    scores: dict[str, Score] = field(default_factory=dict, metadata=entries("attention", name="marks"))
     best: Score | None = None
 
     @property
@@ -67,7 +64,7 @@ class Measured(StoredResults):
 
 def made_up() -> Measured:
     score = Score(3, True, (Point(1, {0: 0.5, 7: 1.0}),))
-    return Measured({}, Where("cpu"), ["a"], {Key(NAME, 64): [[1.0, 2.0]]}, {"exact": {3: score}}, score)
+    return Measured({}, Where("cpu"), ["a"], {Key(NAME, 64): [[1.0, 2.0]]}, {"exact": score}, score)
 
 
 def test_what_is_written_is_read_back(tmp_path: Path) -> None:
@@ -77,7 +74,9 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
     document = json.loads(path.read_text())
     assert document["version"] == stored.VERSION
     assert document["numbers"] == [{"attention": NAME, "length": 64, "samples": [[1.0, 2.0]]}]
-    assert document["marks"][0]["given"][0] == {"index": 3, "right": True, "points": [[1, {"0": 0.5, "7": 1.0}]]}
+    assert document["marks"] == [
+        {"attention": "exact", "index": 3, "right": True, "points": [[1, {"0": 0.5, "7": 1.0}]]}
+    ]
     assert document["attentions"] == {NAME: asdict(MuSeConfig.parse(NAME.removeprefix("muse:"))), "exact": None}
 
 

@@ -15,7 +15,7 @@ def test_seconds_are_those_of_updates() -> None:
         (200, 3, 6),
         (300, 3.5, 5),
     ]
-    assert (curves.updates, curves.tokens, curves.seconds, curves.averaged) == (3, 300, 3.5, 1)
+    assert (curves.seconds, curves.averaged) == (3.5, 1)
 
 
 def test_points_are_means_of_consecutive_updates_counted_from_the_last() -> None:

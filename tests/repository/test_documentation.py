@@ -111,7 +111,7 @@ def command_of(*names: str) -> Any:
     """The command `muse` with these names after it, or None. It takes long to make."""
     import typer
 
-    from muse_lab.cli.commands import app
+    from muse_lab.cli.app import app
 
     if not names:
         return typer.main.get_command(app)
@@ -219,7 +219,7 @@ def test_every_command_is_described() -> None:
     typer = pytest.importorskip("typer")
     from docs_build.command_reference import describe_commands
 
-    from muse_lab.cli.commands import app
+    from muse_lab.cli.app import app
 
     described = describe_commands()
     group = typer.main.get_command(app)

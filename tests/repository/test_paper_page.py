@@ -18,7 +18,7 @@ from docs_build.paper_page import PAGE, ROOT, all_commands, all_paths, make_page
 
 from muse_attention.registry import get_attention, split_names
 from muse_lab.benchmark.sweeps import find_sweep
-from muse_lab.cli.commands import app
+from muse_lab.cli.app import app
 from muse_lab.evaluation.fidelity.presets import find_presets
 from muse_lab.pretraining.recipes import get_recipe, override
 from tests.markdown_pages import muse_commands

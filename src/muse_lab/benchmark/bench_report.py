@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, fields
 
 from muse_attention.sizes import format_size
-from muse_lab.benchmark.request import Shape
 from muse_lab.benchmark.results import BenchmarkResults, Case
 from muse_lab.benchmark.stages import PROFILED_RUNS, STAGES
 from muse_lab.benchmark.sweeps import axis_label, curve_and_size, format_shape
@@ -25,10 +23,9 @@ from muse_lab.benchmark.tables import (
 )
 from muse_lab.records.attention_names import short_names
 from muse_lab.report.fidelity_columns import ERROR, RETRIEVAL, TAIL, measure_columns
-from muse_lab.report.markup import csv_text
 from muse_lab.report.plots import PALETTE, Axis, Line, Rule, line_figure
 from muse_lab.report.provenance import names_table, provenance_of
-from muse_lab.report.tree import Card, Column, Figure, Report, Section, Table, number, text
+from muse_lab.report.tree import Card, Column, Figure, Note, Report, Section, Table, number, text
 
 _STAGES = (
     f"Times of the GPU's kernels in one forward and backward pass, the mean of {PROFILED_RUNS} runs under "
@@ -50,16 +47,15 @@ def bench_report(results: BenchmarkResults, file_name: str) -> Report:
     sections = [
         Section(
             "Time, error and memory",
-            figures=[_figure(results, title, ratio) for title, ratio in _PASSES.items()],
-            tables=[times_table(results)],
-            notes=[*noise_lines(results), caption(results)],
+            *(_figure(results, title, ratio) for title, ratio in _PASSES.items()),
+            times_table(results),
+            *map(Note, [*noise_lines(results), caption(results)]),
         )
     ]
     if (retrieved := retrieval_table(results)) is not None:
-        title = "The tail of the error, and what was retrieved"
-        sections.append(Section(title, tables=[retrieved], notes=_found_note(cases)))
+        sections.append(Section("The tail of the error, and what was retrieved", retrieved, *_found_note(cases)))
     if any(case.stage_milliseconds for case in cases):
-        sections.append(Section("Share of each stage", tables=[_stages_table(results)], notes=[_STAGES]))
+        sections.append(Section("Share of each stage", _stages_table(results), Note(_STAGES)))
     return Report(
         f"Benchmark: {file_name}",
         verdict=[
@@ -75,7 +71,6 @@ def bench_report(results: BenchmarkResults, file_name: str) -> Report:
         sections=sections,
         names=names_table(case.attention for case in cases),
         provenance=provenance_of(results, f"Data: {settings_line(settings)}"),
-        csv=_csv(cases),
     )  # fmt: skip
 
 
@@ -105,11 +100,11 @@ def retrieval_table(results: BenchmarkResults) -> Table | None:
     return _table(results, cases, *columns) if columns else None
 
 
-def _found_note(cases: Sequence[Case]) -> list[str]:
+def _found_note(cases: Sequence[Case]) -> list[Note]:
     """A note if *found* was measured on only some of the queries."""
     sampled = {case.shape.length: case.fidelity["found_queries"] for case in cases if "found_queries" in case.fidelity}
     counts = [f"{count:,.0f} at {format_size(length)}" for length, count in sampled.items()]
-    return [f"Found is measured on evenly spaced queries of each head: {', '.join(counts)}."] if counts else []
+    return [Note(f"Found is measured on evenly spaced queries of each head: {', '.join(counts)}.")] if counts else []
 
 
 def _stages_table(results: BenchmarkResults) -> Table:
@@ -149,19 +144,3 @@ def _figure(results: BenchmarkResults, title: str, ratio: str) -> Figure:
     x, y = Axis(axis_label(sweep), log=2, is_size=True), Axis("speed-up over SDPA", log=2)
     rules = [Rule("SDPA", 1, "#999999")]
     return line_figure(title.replace(" + ", "-"), f"Speed-up, {title}", lines, x, y, rules=rules)
-
-
-def _csv(cases: Sequence[Case]) -> str:
-    measures = list(dict.fromkeys(name for case in cases for name in case.fidelity))
-    rows = [
-        [
-            *(case.attention, *astuple(case.shape), case.times.forward_median, case.times.forward_backward_median),
-            *(case.sdpa_times.forward_median, case.sdpa_times.forward_backward_median),
-            *(case.extra_memory_bytes, case.sdpa_extra_memory_bytes),
-            *(case.fidelity.get(name, "") for name in measures),
-        ]
-        for case in cases
-    ]
-    times = ("forward_seconds", "forward_backward_seconds", "sdpa_forward_seconds", "sdpa_forward_backward_seconds")
-    memory = ("extra_memory_bytes", "sdpa_extra_memory_bytes")
-    return csv_text(["attention", *(field.name for field in fields(Shape)), *times, *memory, *measures], rows)

@@ -15,6 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from muse_attention.attention import muse_attention
 from muse_attention.documents.boundaries import DocumentBoundaries
 from muse_attention.documents.varlen import muse_attn_varlen_func
+from muse_attention.fidelity.error import position_error
 from muse_attention.sizes import format_size, parse_size
 from muse_lab.benchmark.timing import Times, time_interleaved
 from muse_lab.benchmark.workload import DTYPES, AttentionCall, Workload, check_sizes
@@ -104,7 +105,7 @@ def measure_documents(
     times = time_interleaved(list(attentions.values()), workload, settings.repeats, on_turn)
     with torch.no_grad():
         exact = workload.forward(next(iter(attentions.values())))
-        errors = [_error(workload.forward(attention), exact) for attention in attentions.values()]
+        errors = [float(position_error(workload.forward(attention), exact).mean()) for attention in attentions.values()]
     cases = [
         PackedCase(name, own_times, None if place == 0 else error)
         for place, (name, own_times, error) in enumerate(zip(attentions, times, errors, strict=True))
@@ -177,8 +178,3 @@ def _each_by_sdpa(
     attend = functools.partial(scaled_dot_product_attention, is_causal=is_causal, enable_gqa=enable_gqa)
     outs = [attend(*document) for document in documents]
     return torch.cat([out[0].transpose(0, 1) for out in outs])
-
-
-def _error(out: Tensor, exact: Tensor) -> float:
-    difference = (out.double() - exact.double()).square().sum(-1)
-    return float((difference / exact.double().square().sum(-1)).mean())

@@ -5,9 +5,8 @@ from __future__ import annotations
 from muse_attention.sizes import format_size
 from muse_lab.benchmark.packed_documents import DocumentsResults, PackedCase, format_documents
 from muse_lab.benchmark.tables import format_error, format_ratio, format_seconds, format_spread
-from muse_lab.report.markup import csv_text
 from muse_lab.report.provenance import count, provenance_of
-from muse_lab.report.tree import Card, Report, Section, Table, number, text
+from muse_lab.report.tree import Card, Note, Report, Section, Table, number, text
 
 CAPTION = (
     "All attentions take turns. Times are medians, with the copies that the layout (tokens, heads, head_dim) needs. "
@@ -34,15 +33,8 @@ def documents_report(results: DocumentsResults, file_name: str) -> Report:
             f"{count(len(settings.documents), 'document')} with {tokens} tokens in all."
         ],
         cards=[Card("speed-up", speedup, f"over {exact.attention}, forward + backward")],
-        sections=[Section("Time and error", tables=[documents_table(results)], notes=[CAPTION])],
+        sections=[Section("Time and error", documents_table(results), Note(CAPTION))],
         provenance=provenance_of(results, data),
-        csv=csv_text(
-            ["attention", "forward_seconds", "forward_backward_seconds", "relative_squared_error"],
-            [
-                [case.attention, case.times.forward_median, case.times.forward_backward_median, case.error or 0.0]
-                for case in results.packed
-            ],
-        ),
     )
 
 

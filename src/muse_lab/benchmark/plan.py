@@ -14,7 +14,6 @@ from muse_attention.registry import get_attention
 from muse_lab.benchmark.captured import CapturesFile, create_workload
 from muse_lab.benchmark.request import BenchmarkRequest, Shape
 from muse_lab.benchmark.results import BenchmarkResults, BenchmarkSettings
-from muse_lab.benchmark.sweeps import sweep_requests
 from muse_lab.benchmark.workload import Workload, check_sizes
 
 
@@ -39,11 +38,6 @@ class Plan:
         shapes = [settings.shape(length) for length in lengths]
         requests = tuple(BenchmarkRequest(attention, shape) for shape in shapes for attention in attentions)
         return cls(settings, requests, captures)
-
-    @classmethod
-    def of_sweep(cls, settings: BenchmarkSettings, length: int, captures: CapturesFile | None = None) -> Self:
-        """MuSe at one length, at every value of the sweep that the settings name."""
-        return cls(settings, sweep_requests(settings, length), captures)
 
     def __post_init__(self) -> None:
         """Refuse requests that cannot run, before any of them does."""

@@ -9,7 +9,6 @@ from muse_attention.sizes import format_size
 from muse_lab.benchmark.tuning import Candidate, TuningResults, front
 from muse_lab.records.attention_names import short_names
 from muse_lab.report.fidelity_columns import ERROR, LEAK, RETRIEVAL, TAIL, measure_columns
-from muse_lab.report.markup import csv_text
 from muse_lab.report.plots import BLACK, GREY, PALETTE, ROUNDING, Axis, Line, Rule, line_figure
 from muse_lab.report.provenance import count, names_table, provenance_of
 from muse_lab.report.tree import Card, Column, Figure, Note, Report, Section, Table, number, text
@@ -59,12 +58,11 @@ def tuning_report(results: TuningResults, file_name: str) -> Report:
             *([Card("lookup", _looked_up(chosen, "share"))] if chosen.lookup is not None else []),
         ],
         sections=[
-            Section.of("The front", _figure(results), table_of(results, shown(results)), *map(Note, notes)),
-            Section.of("Everything", table_of(results, _by_time(results))),
+            Section("The front", _figure(results), table_of(results, shown(results)), *map(Note, notes)),
+            Section("Everything", table_of(results, _by_time(results))),
         ],
         names=names_table(candidate.attention for candidate in results.measured),
         provenance=provenance_of(results, *facts),
-        csv=as_csv(results),
     )  # fmt: skip
 
 
@@ -118,24 +116,6 @@ def table_of(results: TuningResults, candidates: Sequence[Candidate]) -> Table:
     )
 
 
-def as_csv(results: TuningResults) -> str:
-    """A line for every attention; exact attention is the first."""
-    measures = list(dict.fromkeys(name for candidate in results.measured for name in candidate.fidelity))
-    on_front = {candidate.attention for candidate in front(results.measured)}
-    chosen = results.chosen
-    rows: list[list[object]] = []
-    if results.exact is not None:
-        rows.append(
-            ["exact", f"{results.exact.forward_backward_median:.6g}", False, False, "", "", *[""] * len(measures)]
-        )
-    for one in _by_time(results):
-        lookup = [_looked_up(one, share, ".6g") for share in ("share", "exact_share")]
-        numbers = [f"{one.fidelity[name]:.6g}" if name in one.fidelity else "" for name in measures]
-        is_chosen = chosen is not None and one.attention == chosen.attention
-        rows.append([one.attention, f"{one.time:.6g}", one.attention in on_front, is_chosen, *lookup, *numbers])
-    return csv_text(["attention", "seconds", "is_on_front", "is_chosen", "lookup", "lookup_exact", *measures], rows)
-
-
 def _figure(results: TuningResults) -> Figure:
     chosen, goal = results.chosen, results.goal
     lines = [
@@ -170,9 +150,9 @@ def _speedup(results: TuningResults, candidate: Candidate) -> str:
     return "" if results.exact is None else f"{results.exact.forward_backward_median / candidate.time:.2f}x"
 
 
-def _looked_up(candidate: Candidate, share: str, form: str = ".1%") -> str:
+def _looked_up(candidate: Candidate, share: str) -> str:
     """Empty where nothing had to be looked up."""
-    return "" if candidate.lookup is None else f"{getattr(candidate.lookup, share):{form}}"
+    return "" if candidate.lookup is None else f"{getattr(candidate.lookup, share):.1%}"
 
 
 def _milliseconds(seconds: float) -> str:

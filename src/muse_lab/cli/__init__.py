@@ -1,4 +1,4 @@
-"""The entry point of `muse`. The commands are in `commands.py`, and need the packages of the `cli` extra."""
+"""The entry point of `muse`. The commands are listed in `app.py`, and need the packages of the `cli` extra."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def main() -> None:
     # OpenMP reads this variable once, when PyTorch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
-        from muse_lab.cli.commands import app
+        from muse_lab.cli.app import app
     except ModuleNotFoundError as error:
         if error.name not in ("typer", "rich"):
             raise

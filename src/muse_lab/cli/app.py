@@ -11,9 +11,9 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, Self
+from typing import Annotated, Any, Self
 
 import typer
 from rich.box import SIMPLE
@@ -28,39 +28,37 @@ from muse_attention import __version__
 _USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]  # typer has its own copy of click, or depends on it
 
 
-class _Listed(NamedTuple):
-    module: str
-    summary: str
-
-
-_LISTED: dict[str, _Listed] = {}
-
-
-def list_command(name: str, summary: str, module: str = "") -> None:
-    """Add a command to `muse --help`. Its module, by default of the same name, is imported when the command is called:
-    most commands need PyTorch, which takes seconds to import."""
-    _LISTED[name] = _Listed(module or name, summary)
+_LISTED = {
+    "demo": "See MuSe at work: one long attention call, and a tiny model trained with and without it.",
+    "info": "Show versions, hardware, backends and default configurations.",
+    "bench": "Measure time, memory and error of attentions on this machine.",
+    "prepare": "Make a corpus of tokens for pretraining from source code and texts.",
+    "train": "Pretrain a language model with any attention.",
+    "recipes": "List the recipes of muse train, and what their fields mean.",
+    "compare": "Compare training runs: loss, speed, error of the attention.",
+    "fidelity": "Measure the error of attentions on the heads of a language model.",
+    "loss": "Measure a language model's loss at every position of long texts.",
+    "tune": "Find the fastest configuration below a given error, for a model on this device.",
+    "eval": "Evaluate a language model: code needle-in-a-haystack.",
+    "report": "Regenerate reports from existing results.",
+}
+"""The lines of `muse --help`. The module of a command is imported when it is called: most need PyTorch, which takes
+seconds."""
+_MODULES = {"eval": "needles"}
+"""Modules that do not have the name of their command."""
 
 
 class _Commands(TyperGroup):
-    """The commands of `list_command`, in the order they were added.
+    """The commands of `_LISTED`.
 
     Wrong arguments and paths that cannot be opened give one line on stderr and exit code 2.
     """
 
     _shows_help = False
 
-    def main(
-        self,
-        args: Sequence[str] | None = None,
-        prog_name: str | None = None,
-        complete_var: str | None = None,
-        standalone_mode: bool = True,
-        windows_expand_args: bool = True,
-        **extra: Any,
-    ) -> Any:
+    def main(self, args: Any = None, *, standalone_mode: bool = True, **others: Any) -> Any:  # type: ignore[override]
         try:
-            code = super().main(args, prog_name, complete_var, False, windows_expand_args, **extra)
+            code = super().main(args, standalone_mode=False, **others)
         except _USAGE_ERROR as error:
             if not standalone_mode:
                 raise
@@ -80,9 +78,9 @@ class _Commands(TyperGroup):
         if cmd_name not in _LISTED:
             return None
         if self._shows_help:
-            return TyperCommand(cmd_name, help=_LISTED[cmd_name].summary)
+            return TyperCommand(cmd_name, help=_LISTED[cmd_name])
         with busy(f"importing what muse {cmd_name} needs"):
-            importlib.import_module(f"muse_lab.cli.{_LISTED[cmd_name].module}")
+            importlib.import_module(f"muse_lab.cli.{_MODULES.get(cmd_name, cmd_name)}")
         return get_group(app).commands[cmd_name]
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
@@ -118,6 +116,15 @@ LONG_RUN_SECONDS = 60.0
 CONTENTS = "index.html"
 """The list of reports that `muse report` writes into a folder."""
 
+
+def nonempty_path(text: str) -> Path:
+    """A `parser=` of options and arguments: an empty text, from an unset variable, would mean the current folder."""
+    if not str(text):
+        raise typer.BadParameter("it is empty; give a folder, or . for the current one")
+    return Path(text)
+
+
+Output = Annotated[Path, typer.Option(help="Output directory.", parser=nonempty_path)]
 Device = Annotated[str | None, typer.Option(help="cpu or cuda.", show_default="cuda if available, else cpu")]
 Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="Overwrite existing results; by default they are resumed.")
@@ -149,13 +156,6 @@ def muse(
         typer.echo(context.get_help())
 
 
-def nonempty_path(text: str) -> Path:
-    """A `parser=` of options and arguments: an empty text, from an unset variable, would mean the current folder."""
-    if not str(text):
-        raise typer.BadParameter("it is empty; give a folder, or . for the current one")
-    return Path(text)
-
-
 def default_device() -> str:
     import torch
 
@@ -185,11 +185,11 @@ def is_out_of_memory(error: RuntimeError) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
-def new_table(title: str, *headers: str) -> Table:
-    """A table with one attention per row; its name wraps where the terminal is too narrow."""
+def new_table(title: str, name: str, *headers: str) -> Table:
+    """A table of numbers, with a name in each row, which wraps where the terminal is too narrow."""
     looks: dict[str, Any] = {"title_style": "", "title_justify": "left", "caption_justify": "left"}
     table = Table(title=title, box=SIMPLE, padding=(0, 1, 0, 0), pad_edge=False, **looks)
-    table.add_column("attention", overflow="fold")
+    table.add_column(name, overflow="fold")
     for header in headers:
         table.add_column(header, justify="right", no_wrap=True)
     return table

@@ -24,9 +24,10 @@ from muse_lab.benchmark.plan import Plan
 from muse_lab.benchmark.request import MATCHED_KINDS
 from muse_lab.benchmark.results import BenchmarkResults, BenchmarkSettings
 from muse_lab.benchmark.suite import run_plan, start_results
-from muse_lab.benchmark.sweeps import SWEEPS, find_sweep
+from muse_lab.benchmark.sweeps import SWEEPS, find_sweep, sweep_requests
 from muse_lab.cli.app import (
     Device,
+    Output,
     Overwrite,
     RepeatCaptures,
     app,
@@ -38,10 +39,9 @@ from muse_lab.cli.app import (
     user_errors,
 )
 from muse_lab.cli.language_model import Dtype, Place
-from muse_lab.cli.measuring import Output, add_command, measuring, show, spell, write
+from muse_lab.cli.measuring import add_command, measuring, show, spell, write
 from muse_lab.cli.options import Words, attentions, listed, option
 from muse_lab.records.machine import machine_lines
-from muse_lab.report.fidelity_columns import meaning
 
 _LENGTHS = "32k,64k"
 _SWEEP = f"Vary one setting at the first length: {', '.join(SWEEPS)}."
@@ -115,7 +115,7 @@ def bench(
     With --documents it measures packed documents instead, laid out as (tokens, heads, head_dim), and muse_attention
     too if there is one document.
 
-    Writes NAME.json as it goes, and NAME.md, NAME.csv, NAME.html and pictures at the end. Run it again to add what
+    Writes NAME.json as it goes, and NAME.md, NAME.html and pictures at the end. Run it again to add what
     is missing.
     """
     with user_errors(), busy("looking for a GPU" if captures is None else f"reading {captures}"):
@@ -176,7 +176,8 @@ def _measure_plan(plan: Plan, results: BenchmarkResults, path: Path, command: st
     hardware, versions = machine_lines(results.machine)
     show(times_table(results), f"{hardware}\n{versions}", _SHOWN, tables.caption(results))
     if (retrieved := retrieval_table(results)) is not None:
-        show(retrieved, "", retrieved.titles[1:], meaning(case.fidelity for case in results.cases))
+        definitions = (f"{column.title}: {column.definition}" for column in retrieved.columns if column.definition)
+        show(retrieved, "", retrieved.titles[1:], " ".join(definitions))
     for line in tables.noise_lines(results):
         say(line)
     write(bench_report(results, path.stem), path, path)
@@ -204,7 +205,7 @@ def _plan(
         raise ValueError("--sweep has attentions of its own; leave out --attention")
     if asked_lengths and _has_own_lengths(settings):
         raise ValueError(f"--sweep {settings.sweep} has lengths of its own; leave out --length")
-    return Plan.of_sweep(settings, lengths[0], captures)
+    return Plan(settings, sweep_requests(settings, lengths[0]), captures)
 
 
 def _has_own_lengths(settings: BenchmarkSettings) -> bool:

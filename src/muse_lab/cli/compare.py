@@ -14,6 +14,7 @@ from muse_attention.registry import full_name
 from muse_attention.sizes import format_size, parse_size
 from muse_lab.cli.app import (
     Device,
+    Output,
     Overwrite,
     app,
     busy,
@@ -25,15 +26,15 @@ from muse_lab.cli.app import (
     user_errors,
 )
 from muse_lab.cli.language_model import Place, silence_transformers
-from muse_lab.cli.measuring import Output, add_command, measuring, spell, write
+from muse_lab.cli.measuring import add_command, measuring, spell, write
 from muse_lab.cli.options import Words, attentions, flag, option, with_option_groups
 from muse_lab.evaluation.comparison.comparison_report import comparison_report, matrix_table
 from muse_lab.evaluation.comparison.results import ComparisonResults, ComparisonSettings
 from muse_lab.evaluation.loss.curves import SHORTEST
-from muse_lab.pretraining.data.corpus import Corpus, read_corpus
+from muse_lab.pretraining.batches import Windows
+from muse_lab.pretraining.data.corpus import HELD_OUT, Corpus, read_corpus
 from muse_lab.pretraining.recipes import PRECISIONS
-from muse_lab.pretraining.schedule import EXACT
-from muse_lab.records.attention_names import without_freezing
+from muse_lab.records.attention_names import EXACT, without_freezing
 
 if TYPE_CHECKING:
     from muse_lab.evaluation.comparison.runs import StoredRun
@@ -125,7 +126,6 @@ def compare_runs(
         from muse_lab.evaluation.comparison.matrix import (
             attentions_of,
             measure,
-            open_windows,
             take_records,
             weights_to_measure,
         )
@@ -144,7 +144,7 @@ def compare_runs(
         take_records(runs, corpus, results, request.path)
         return _report(results, request)
     length = _length(runs, asked_length)
-    windows = open_windows(corpus, length)
+    windows = Windows(corpus, length, split=HELD_OUT)
     asked_for = request.attention or [run.recipe.attention for run in runs]
     tested = list(dict.fromkeys([EXACT, *(without_freezing(full_name(name, length)) for name in asked_for)]))
     if request.samples > len(windows):
@@ -200,7 +200,7 @@ def _show_matrix(results: ComparisonResults) -> None:
     """Show an attention in each row, as their names are long."""
     settings, matrix = results.settings, matrix_table(results)
     title = f"held-out loss, {settings.samples} x {format_size(settings.length)} tokens"
-    table = new_table(f"{title}; rows: tested with, columns: run", *results.runs)
+    table = new_table(f"{title}; rows: tested with, columns: run", "attention", *results.runs)
     for place, name in enumerate(results.attentions, start=2):
         table.add_row(name, *matrix.column(matrix.titles[place]))
     console.print(table)

@@ -6,7 +6,6 @@ import dataclasses
 import shlex
 import sys
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
@@ -18,10 +17,10 @@ from muse_lab.benchmark.sweeps import format_heads
 from muse_lab.benchmark.tables import noise_lines
 from muse_lab.cli.app import (
     Device,
+    Output,
     Overwrite,
     app,
     make_folder,
-    nonempty_path,
     phases_bar,
     progress_bar,
     run_errors,
@@ -38,7 +37,7 @@ from muse_lab.pretraining.data.corpus_documents import Buckets
 from muse_lab.pretraining.data.prepare import CorpusSettings, prepare, recorded_settings
 from muse_lab.pretraining.data.sources import standard_library
 from muse_lab.pretraining.recipes import Recipe, differences, tiny
-from muse_lab.pretraining.schedule import EXACT
+from muse_lab.records.attention_names import EXACT
 from muse_lab.records.earlier_results import REMEDY, check_same, find_earlier
 
 _MINUTES = 5
@@ -59,7 +58,7 @@ _PARTS = 5
 @app.command()
 def demo(
     device: Device = None,
-    output: Annotated[Path, typer.Option(help="Output directory.", parser=nonempty_path)] = Path("out/demo"),
+    output: Output = Path("out/demo"),
     overwrite: Overwrite = False,
 ) -> None:
     """See what MuSe is for: one long attention call, exact, by MuSe and by MoBA; then a tiny model trained both ways.

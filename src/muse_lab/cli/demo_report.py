@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 from muse_attention.sizes import format_size
-from muse_lab.benchmark.bench_report import bench_report
 from muse_lab.benchmark.results import BenchmarkResults, Case
 from muse_lab.benchmark.sweeps import format_heads
 from muse_lab.benchmark.tables import (
@@ -18,9 +17,9 @@ from muse_lab.benchmark.tables import (
 )
 from muse_lab.evaluation.comparison import findings
 from muse_lab.evaluation.comparison.results import ComparisonResults, Run
-from muse_lab.pretraining.schedule import EXACT
+from muse_lab.records.attention_names import EXACT
 from muse_lab.report.provenance import provenance_of
-from muse_lab.report.tree import Card, Link, Report, Section, Table, number, text
+from muse_lab.report.tree import Card, Link, Note, Report, Section, Table, number, text
 
 ATTENTIONS = {"muse": "MuSe, default", "moba": "MoBA"}
 """Names and labels of the attentions of the long call, beside exact attention."""
@@ -43,16 +42,15 @@ def demo_report(call: BenchmarkResults, training: ComparisonResults, full_compar
             Card("error (RSE)", format_error(error), f"a distance of {math.sqrt(error):.0%}, on synthetic data"),
         ],
         sections=[
-            Section("One long call", tables=[call_table(call)], notes=noise_lines(call)),
+            Section("One long call", call_table(call), *map(Note, noise_lines(call))),
             Section(
                 "A tiny model trained with both",
-                links=[Link("the full comparison", full_comparison, "loss by position and curves of training")],
-                tables=[_runs_table(training)],
+                Link("the full comparison", full_comparison, "loss by position and curves of training"),
+                _runs_table(training),
             ),
         ],
         provenance=provenance_of(call, f"Data of the call: {settings_line(call.settings)}",
                                  f"Data of the training: {training.settings.corpus}"),
-        csv=bench_report(call, "").csv,
     )  # fmt: skip
 
 

@@ -42,7 +42,7 @@ def fidelity(
 ) -> None:
     """Measure how far attentions are from exact attention on the queries, keys and values of a model.
 
-    Writes NAME.json every few seconds, and NAME.md, NAME.csv, NAME.html and pictures at the end. Run it
+    Writes NAME.json every few seconds, and NAME.md, NAME.html and pictures at the end. Run it
     again to add what is missing.
     """
     with user_errors():

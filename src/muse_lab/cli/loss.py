@@ -13,7 +13,7 @@ from muse_attention.sizes import parse_size
 from muse_lab.cli.app import app, user_errors
 from muse_lab.cli.language_model import Length, Model, Text, open_subject
 from muse_lab.cli.measuring import Measurement, ModelRun, Samples, show
-from muse_lab.cli.options import Words, attentions, listed, option, with_option_groups
+from muse_lab.cli.options import Words, attentions, flag, listed, option, with_option_groups
 from muse_lab.evaluation.fidelity.presets import PRESETS, find_presets
 from muse_lab.evaluation.loss.curves import SHORTEST, fit_exact
 from muse_lab.evaluation.loss.endings import ending_position, measure_endings
@@ -22,6 +22,7 @@ from muse_lab.evaluation.loss.positions import LossResults, figure_attentions, m
 from muse_lab.models import DEFAULT_MODEL
 
 _RUN = ModelRun(output=Path("out/loss"))
+_INSIDE = "Take every sample from a single file: first one per file, then a second one, and so on."
 _LEAK = "MuSe without a tolerance clusters the whole sequence: later tokens leak into its loss."
 
 
@@ -33,13 +34,7 @@ def loss(
     text: Text = None,
     length: Length = "8k",
     samples: Samples = 4,
-    inside_files: Annotated[
-        bool,
-        typer.Option(
-            "--inside-files",
-            help="Take every sample from a single file: first one per file, then a second one, and so on.",
-        ),
-    ] = False,
+    inside_files: Annotated[bool, flag("--inside-files", _INSIDE)] = False,
     attention: Annotated[
         Words,
         attentions(
@@ -61,7 +56,7 @@ def loss(
 ) -> None:
     """Measure a language model's loss at every position of long texts, under one attention after another.
 
-    Writes NAME.json after every sample of every attention, and NAME.md, NAME.csv, NAME.png and NAME.html at the end.
+    Writes NAME.json after every sample of every attention, and NAME.md, NAME.png and NAME.html at the end.
     Run it again to add what is missing.
     """
     with user_errors():

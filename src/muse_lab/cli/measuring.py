@@ -14,13 +14,13 @@ import typer
 
 from muse_lab.cli.app import (
     Device,
+    Output,
     Overwrite,
     busy,
     console,
     file_stem,
     make_folder,
     new_table,
-    nonempty_path,
     progress_bar,
     run_errors,
     say,
@@ -33,7 +33,6 @@ from muse_lab.report.files import write_report
 from muse_lab.report.tree import Report, Table
 
 Samples = Annotated[int, option("Number of consecutive samples of the text.")]
-Output = Annotated[Path, typer.Option(help="Output directory.", parser=nonempty_path)]
 _NOT_SPELLED = ("overwrite",)
 _PATHS = ("model", "text", "corpus", "captures", "saved")
 """Options of which results record only the last part of the path."""
@@ -171,7 +170,7 @@ def show(table: Table, title: str, columns: Mapping[str, str] | Iterable[str], c
         dict(columns) if isinstance(columns, Mapping) else {name: name.replace(" ", "\n", 1) for name in columns}
     )
     shown = {name: short for name, short in short_titles.items() if name in table.titles}
-    printed = new_table(title, *shown.values())
+    printed = new_table(title, table.titles[0], *shown.values())
     printed.caption = caption or None
     for first, *cells in zip(table.column(table.titles[0]), *map(table.column, shown), strict=True):
         printed.add_row(first, *cells)

@@ -53,11 +53,11 @@ _TEXT_TOKENS = 2**20
 """Tokens of a haystack of texts, unless four times the longest context is more."""
 _LOOKUPS_HELP = (
     "Measure how much of exact attention's weight on the needle each attention retrieves, in every head, instead of "
-    "asking for answers. Writes NAME-lookups.json, .md, .csv and .html."
+    "asking for answers. Writes NAME-lookups.json, .md and .html."
 )
 _GRADIENTS_HELP = (
     "Measure how much of exact attention's gradient for the answers each attention keeps, instead of asking for them. "
-    "Writes NAME-gradients.json, .md, .csv and .html."
+    "Writes NAME-gradients.json, .md and .html."
 )
 _RUN = ModelRun(output=Path("out/needles"))
 _LENGTHS = "2k,4k,8k"
@@ -93,7 +93,7 @@ def needles(
 ) -> None:
     """Ask a language model for uids that are defined far back in a repository: code needle-in-a-haystack.
 
-    Writes NAME.json as it goes, and NAME.md, NAME.csv, pictures and NAME.html at the end. Run it again to add what is
+    Writes NAME.json as it goes, and NAME.md, pictures and NAME.html at the end. Run it again to add what is
     missing and retry failed samples.
     """
     texts, asked_for, kinds = text or [], attention or ["muse"], kind or list(KINDS)

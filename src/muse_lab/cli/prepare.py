@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Annotated, NamedTuple
 
 import typer
-from rich.box import SIMPLE
-from rich.table import Table
 
 from muse_attention.sizes import format_size, parse_size
-from muse_lab.cli.app import Overwrite, app, console, nonempty_path, phases_bar, run_errors, say, user_errors
+from muse_lab.cli.app import Output, Overwrite, app, console, new_table, phases_bar, run_errors, say, user_errors
+from muse_lab.cli.options import option
 from muse_lab.pretraining.data.contents import open_contents
 from muse_lab.pretraining.data.corpus import HELD_OUT, MANIFEST, TRAIN, Manifest, read_corpus
 from muse_lab.pretraining.data.corpus_documents import Buckets
@@ -41,55 +40,45 @@ def prepare(
     ] = None,
     kind: Annotated[
         str | None,
-        typer.Option(
-            help="repositories: folders and .tar.gz, .zip, .whl archives; stack: rows of The Stack v2, .parquet or "
-            ".jsonl; dolma: .jsonl.zst; text: plain texts; python: what is installed.",
-            show_default="repositories, or python without a source",
+        option(
+            "repositories: folders and .tar.gz, .zip, .whl archives; stack: rows of The Stack v2, .parquet or .jsonl; "
+            "dolma: .jsonl.zst; text: plain texts; python: what is installed.",
+            "repositories, or python without a source",
         ),
     ] = None,
-    content: Annotated[
-        str,
-        typer.Option(help="What to read from repositories: code, or prose (documentation and texts)."),
-    ] = CODE,
-    topic: Annotated[str | None, typer.Option(help="LongMino topic, such as science_tech.", show_default="all")] = None,
-    length_bucket: Annotated[
-        str | None, typer.Option(help="LongMino length bucket, such as 2e16 for 64k tokens.", show_default="all")
-    ] = None,
-    output: Annotated[Path, typer.Option(help="Output directory.", parser=nonempty_path)] = Path("out/corpus"),
-    vocabulary: Annotated[str, typer.Option(help="Vocabulary size; k means 1024.")] = "32k",
+    content: Annotated[str, option("What to read from repositories: code, or prose (documentation and texts).")] = CODE,
+    topic: Annotated[str | None, option("LongMino topic, such as science_tech.", "all")] = None,
+    length_bucket: Annotated[str | None, option("LongMino length bucket, such as 2e16 for 64k tokens.", "all")] = None,
+    output: Output = Path("out/corpus"),
+    vocabulary: Annotated[str, option("Vocabulary size; k means 1024.")] = "32k",
     tokenizer: Annotated[
-        Path | None, typer.Option(help="tokenizer.json, or its directory. By default a tokenizer is trained.")
+        Path | None, option("tokenizer.json, or its directory. By default a tokenizer is trained.")
     ] = None,
-    held_out: Annotated[float, typer.Option(help="Fraction of the repositories that is held out.")] = 0.01,
+    held_out: Annotated[float, option("Fraction of the repositories that is held out.")] = 0.01,
     smallest: Annotated[
-        str | None,
-        typer.Option(
-            help="Minimum document length in tokens, at 3.5 bytes per token.", show_default="16k, or 1 with --pack"
-        ),
+        str | None, option("Minimum document length in tokens, at 3.5 bytes per token.", "16k, or 1 with --pack")
     ] = None,
-    largest: Annotated[str, typer.Option(help="Exclusive upper limit of the document length, in tokens.")] = "256k",
+    largest: Annotated[str, option("Exclusive upper limit of the document length, in tokens.")] = "256k",
     skip_large: Annotated[
         bool | None,
-        typer.Option(
+        option(
+            "Skip documents that are too large, or cut them.",
+            "skipped in stack and dolma, as in the paper, else cut",
             "--skip-large/--cut-large",
-            help="Skip documents that are too large, or cut them.",
-            show_default="skipped in stack and dolma, as in the paper, else cut",
         ),
     ] = None,
     pack: Annotated[
         str | None,
-        typer.Option(
-            help="Pack whole documents into rows of this many tokens, for muse train document_mask=true length=SAME.",
-            show_default="no rows: documents follow one another",
+        option(
+            "Pack whole documents into rows of this many tokens, for muse train document_mask=true length=SAME.",
+            "no rows: documents follow one another",
         ),
     ] = None,
-    largest_file: Annotated[
-        str | None, typer.Option(help="Maximum size of a file in bytes.", show_default="1024k, 16384k of text")
-    ] = None,
+    largest_file: Annotated[str | None, option("Maximum size of a file in bytes.", "1024k, 16384k of text")] = None,
     contents: Annotated[
-        str | None, typer.Option(help="Directory or URL with gzipped content/ID, for the ids of The Stack v2.")
+        str | None, option("Directory or URL with gzipped content/ID, for the ids of The Stack v2.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Random seed of the split and of the document order.")] = 0,
+    seed: Annotated[int, option("Random seed of the split and of the document order.")] = 0,
     overwrite: Overwrite = False,
 ) -> None:
     """Prepare texts for pretraining: filter, join, split and tokenize them.
@@ -203,10 +192,7 @@ def _in_words(kind: str, paths: Sequence[Path], part: _Part) -> str:
 
 
 def _show(manifest: Manifest) -> None:
-    table = Table(box=SIMPLE, title=manifest.source, title_style="", title_justify="left", pad_edge=False)
-    table.add_column("split")
-    for header in ("bucket", "documents", "tokens"):
-        table.add_column(header, justify="right")
+    table = new_table(manifest.source, "split", "bucket", "documents", "tokens")
     for stream in manifest.streams:
         table.add_row(stream.split, format_size(stream.bucket), f"{stream.documents:,}", f"{stream.tokens:,}")
     console.print(table)

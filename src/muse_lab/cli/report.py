@@ -188,7 +188,7 @@ def _contents(folder: Path, reported: list[_Reported], comparisons: dict[Path, s
         reports_of_kind = {done.path.with_suffix(".html"): done.headline for done in reported if done.kind is kind}
         if reports_of_kind:
             pages = (comparisons if kind is _NEEDLES else {}) | reports_of_kind
-            sections.append(Section(kind.title, links=[_link(page, folder, line) for page, line in pages.items()]))
+            sections.append(Section(kind.title, *(_link(page, folder, line) for page, line in pages.items())))
     machines = dict.fromkeys("; ".join(machine_lines(done.results.machine)) for done in reported)
     commands = dict.fromkeys(command for done in reported for command in done.results.commands)
     provenance = Provenance(list(machines), list(commands))

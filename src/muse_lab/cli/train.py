@@ -31,7 +31,7 @@ from muse_lab.cli.app import (
     user_errors,
 )
 from muse_lab.cli.language_model import short_warnings
-from muse_lab.cli.options import with_option_groups
+from muse_lab.cli.options import flag, option, with_option_groups
 from muse_lab.pretraining.data.corpus import Corpus, read_corpus
 from muse_lab.pretraining.recipes import GOES_ON_FROM, RECIPES, Recipe, field_meanings, get_recipe, override
 
@@ -47,12 +47,8 @@ _LONG_ON_CPU = datetime.timedelta(hours=1)
 
 def _field(name: str, *flags: str) -> Any:
     """An option that changes a field of the recipe."""
-    flags = flags or (f"--{name.replace('_', '-')}",)
-    return typer.Option(*flags, help=_sentence(field_meanings()[name]), show_default="that of the recipe")
-
-
-def _sentence(text: str) -> str:
-    return f"{text[0].upper()}{text[1:]}."
+    meaning = field_meanings()[name]
+    return option(f"{meaning[0].upper()}{meaning[1:]}.", "that of the recipe", *flags)
 
 
 _DURATION = re.compile(r"(?:(\d{1,6})d)?(?:(\d{1,6})h)?(?:(\d{1,6})m)?(?:(\d{1,6})s)?")
@@ -82,40 +78,32 @@ def train(
         list[str] | None,
         typer.Argument(metavar="KEY=VALUE", help="Overrides of recipe fields, such as clip=0.5."),
     ] = None,
-    recipe: Annotated[
-        str | None,
-        typer.Option(help=f"{', '.join(RECIPES)}.", show_default="that of the run in the folder, or tiny"),
-    ] = None,
+    recipe: Annotated[str | None, option(f"{', '.join(RECIPES)}.", "that of the run in the folder, or tiny")] = None,
     fields: Any = _FIELDS,
     output: Annotated[
         Path, typer.Option(help="Output directory for checkpoints, metrics and the model.", parser=nonempty_path)
     ] = Path("out/train"),
     continue_from: Annotated[
         Path | None,
-        typer.Option(
-            help="Directory of a finished run to train further, in another --output, with attention= and tokens= or "
-            "steps=; weights, optimiser and place in the data are kept, at the final learning rate.",
-            show_default="none",
+        option(
+            "Directory of a finished run to train further, in another --output, with attention= and tokens= or steps=; "
+            "weights, optimiser and place in the data are kept, at the final learning rate.",
+            "none",
         ),
     ] = None,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Overwrite the run in the output directory; by default it is resumed.")
+        bool, flag("--overwrite", "Overwrite the run in the output directory; by default it is resumed.")
     ] = False,
     resume: Annotated[
-        bool,
-        typer.Option("--resume", help="Fail if the output directory has no run to resume, unless --recipe is given."),
+        bool, flag("--resume", "Fail if the output directory has no run to resume, unless --recipe is given.")
     ] = False,
     device: Device = None,
-    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Also log metrics to TensorBoard.")] = False,
+    tensorboard: Annotated[bool, flag("--tensorboard", "Also log metrics to TensorBoard.")] = False,
     wandb: Annotated[
-        bool,
-        typer.Option("--wandb", help="Also log metrics to Weights & Biases; WANDB_MODE=offline needs no network."),
+        bool, flag("--wandb", "Also log metrics to Weights & Biases; WANDB_MODE=offline needs no network.")
     ] = False,
     time_limit: Annotated[
-        str | None,
-        typer.Option(
-            help="Write a checkpoint and stop after this time, such as 3h or 1h30m; exit code 124.", show_default="none"
-        ),
+        str | None, option("Write a checkpoint and stop after this time, such as 3h or 1h30m; exit code 124.", "none")
     ] = None,
 ) -> None:
     """Pretrain a language model with any attention in its global layers.

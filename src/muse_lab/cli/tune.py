@@ -58,7 +58,7 @@ class _Options:
         None
     )
     saved: Annotated[
-        Path | None, flag("--save-captures", "Write the captured heads to a .safetensors or .pt file and exit.")
+        Path | None, flag("--save-captures", "Write the captured heads to a .safetensors file and exit.")
     ] = None
     groups: Annotated[bool, flag("--groups", _GROUPS)] = False
     compact: Annotated[bool, flag("--compact", _COMPACT)] = False
@@ -93,7 +93,7 @@ def tune(context: typer.Context, options: _Options = _OPTIONS, run: ModelRun = _
     and on this device.
 
     Measures time (forward and backward) and error of a grid of configurations. Writes NAME.json after each, and
-    NAME.md, NAME.csv, NAME.html and NAME.png at the end. Run it again to add what is missing.
+    NAME.md, NAME.html and NAME.png at the end. Run it again to add what is missing.
     """
     with user_errors():
         options.check()

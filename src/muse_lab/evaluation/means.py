@@ -62,11 +62,6 @@ class Share(NamedTuple):
         return self.right / self.number
 
     @property
-    def standard_error(self) -> float:
-        """Binomial, as in the paper: 0 if all are right or none is."""
-        return math.sqrt(self.value * (1 - self.value) / self.number)
-
-    @property
     def interval(self) -> tuple[float, float]:
         """The 95% Wilson interval, which has a width even if all are right or none is."""
         z = statistics.NormalDist().inv_cdf(0.975)

@@ -47,6 +47,10 @@ class Windows:
         start = (index - (int(self._ends[stream - 1]) if stream else 0)) * self.length
         return torch.from_numpy(self.corpus.tokens(self._streams[stream], start, start + self.length + 1))
 
+    def spaced(self, number: int) -> list[Tensor]:
+        """`number` samples, evenly spaced among all: no bucket of documents is left out."""
+        return [self[index * len(self) // number] for index in range(number)]
+
 
 @dataclass(frozen=True)
 class Batches:

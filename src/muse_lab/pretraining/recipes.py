@@ -18,7 +18,8 @@ from typing import Any
 from muse_attention.registry import get_attention
 from muse_attention.sizes import format_size, parse_size
 from muse_lab.pretraining.mesh_shape import AUTO, read_mesh
-from muse_lab.pretraining.schedule import EXACT, exact_steps
+from muse_lab.pretraining.schedule import exact_steps
+from muse_lab.records.attention_names import EXACT
 
 PAPER_ATTENTION = "muse:Q128K128R8SP1B8k"
 """The paper's sizes, with the clustering of this library."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 
-EXACT = "exact"
-
 
 def learning_rate(step: int, *, steps: int, warmup: int, peak: float, final: float) -> float:
     """The learning rate of an update, counted from 0: linear up to `peak`, then half a cosine down to `final * peak`.

@@ -20,20 +20,20 @@ _FROZEN = "differentiable_aggregation=false"
 _BLOCK = re.compile(r"B(\d+[km]?)$")
 
 
-def recorded_config(attention: str, length: int | None = None) -> MuSeConfig | None:
+def recorded_config(attention: str) -> MuSeConfig | None:
     """`config_at` for a name in a record; None also for a name that only an earlier version can read."""
     try:
-        return config_at(attention, length)
+        return config_at(attention)
     except ValueError:
         return None
 
 
-def block_size_of(attention: str, length: int | None = None) -> int | None:
+def block_size_of(attention: str) -> int | None:
     """Tokens per block of MuSe, from a name in a record of any version; None for other attentions."""
     notation = attention.removeprefix("muse:").partition(",")[0]
     if attention.startswith("muse:") and (size := _BLOCK.search(notation)):
         return parse_size(size[1])
-    config = recorded_config(attention, length)
+    config = recorded_config(attention)
     return None if config is None else config.block_size
 
 

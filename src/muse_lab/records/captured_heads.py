@@ -1,7 +1,7 @@
 """Queries, keys and values of some heads of a model, to measure attentions on without the model.
 
-A file is in the format of safetensors or, with the suffix .pt, of `torch.save`; nothing in it is ever run. It has the
-tensors, as captured or in eight bits per number, their origin and, optionally, the queries that are lookups.
+A file is in the format of safetensors: the tensors, as captured or in eight bits per number, with their origin and,
+optionally, the queries that are lookups.
 """
 
 from __future__ import annotations
@@ -221,17 +221,14 @@ def capture_heads(
 
 
 def save_captures(captures: Captures, path: Path, *, compact: bool = False) -> None:
-    """Write safetensors, or with the suffix .pt by `torch.save`; `compact`: rounded to eight bits per number."""
+    """Write safetensors; `compact`: rounded to eight bits per number."""
+    from safetensors.torch import save_file  # here: it is not always installed
+
     tensors = {name: getattr(captures, name).cpu().contiguous() for name in _TENSORS}
     if compact:
         tensors = _pack(tensors)
     about = json.dumps({"origin": asdict(captures.origin), "lookups": [asdict(lookup) for lookup in captures.lookups]})
-    if _is_pickled(path):
-        torch.save({**tensors, _ABOUT: about}, path)
-    else:
-        from safetensors.torch import save_file
-
-        save_file(tensors, path, {_ABOUT: about})
+    save_file(tensors, path, {_ABOUT: about})
 
 
 def load_captures(path: Path) -> Captures:
@@ -241,22 +238,17 @@ def load_captures(path: Path) -> Captures:
     try:
         return _read(path)
     except ImportError:
-        raise ValueError(f"reading {path.name} needs the package safetensors; install it, or save as .pt") from None
+        raise ValueError(f"reading {path.name} needs the package safetensors; install it") from None
     except Exception:  # each reader has errors of its own for other files
         raise ValueError(f"{path} does not hold captures; write them with muse tune --save-captures FILE") from None
 
 
 def _read(path: Path) -> Captures:
-    if _is_pickled(path):
-        tensors = torch.load(path, map_location="cpu", weights_only=True)
-        text = tensors[_ABOUT]
-    else:
-        from safetensors import safe_open
+    from safetensors import safe_open
 
-        with safe_open(path, framework="pt") as file:
-            text, names = file.metadata()[_ABOUT], file.keys()
-            tensors = {name: file.get_tensor(name) for name in names}
-    about = parse_json(text)
+    with safe_open(path, framework="pt") as file:
+        about = parse_json(file.metadata()[_ABOUT])
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it has no iterator
     origin, lookups = from_json(Origin, about["origin"]), from_json(tuple[LookupAt, ...], about["lookups"])
     query, key, value = (_unpack(tensors, name) for name in _TENSORS)
     captures = Captures(query, key, value, origin, lookups)
@@ -293,7 +285,3 @@ def _check(captures: Captures) -> None:
             raise ValueError("a lookup is outside of the samples")
         if not all(0 <= position <= at.position for position in at.needle):
             raise ValueError("a needle is behind its query")
-
-
-def _is_pickled(path: Path) -> bool:
-    return path.suffix == ".pt"

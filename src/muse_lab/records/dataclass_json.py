@@ -12,18 +12,15 @@ from typing import Any
 _LARGEST = 2**63
 
 
-def entries(
-    *keys: str, name: str = "", value: str = "", of_values: Mapping[str, Any] | None = None
-) -> Mapping[str, Any]:
+def entries(*keys: str, name: str = "", value: str = "") -> Mapping[str, Any]:
     """Metadata of a dict that is a list of objects in the file, each with the parts of the key, and the value.
 
     Args:
         keys: names of the parts of the key
         name: name of the list, if it is not that of the field
         value: name of the value, if that is not a structure, whose fields have their own names
-        of_values: `entries` of the values, if they are dicts too
     """
-    return {"keys": keys, "name": name, "value": value, "of_values": of_values or {}}
+    return {"keys": keys, "name": name, "value": value}
 
 
 def as_json(value: Any, listed: Mapping[str, Any] | None = None) -> Any:
@@ -91,7 +88,7 @@ def _name(field: dataclasses.Field[Any]) -> str:
 
 def _entry(key: Any, value: Any, listed: Mapping[str, Any]) -> dict[str, Any]:
     parts = key if isinstance(key, tuple) else (key,)
-    shown = as_json(value, listed["of_values"])
+    shown = as_json(value)
     return dict(zip(listed["keys"], parts, strict=True)) | ({listed["value"]: shown} if listed["value"] else shown)
 
 
@@ -99,7 +96,7 @@ def _from_entry(declared: tuple[Any, Any], entry: dict[str, Any], listed: Mappin
     parts = [entry[name] for name in listed["keys"]]
     key = from_json(declared[0], parts if len(parts) > 1 else parts[0])
     value = entry[listed["value"]] if listed["value"] else entry
-    return key, from_json(declared[1], value, listed["of_values"])
+    return key, from_json(declared[1], value)
 
 
 def _checked(value: Any, kind: type) -> Any:

@@ -98,12 +98,6 @@ def known(columns: Sequence[Column], pooled: Iterable[Mapping[str, float]]) -> l
     return [column for column in columns if column.measure in names]
 
 
-def meaning(pooled: Iterable[Mapping[str, float]]) -> str:
-    """Definitions of the known columns beyond the errors."""
-    columns = known((*TAIL, *RETRIEVAL, *GRADIENTS), pooled)
-    return " ".join(f"{column.title}: {column.definition}" for column in columns)
-
-
 def measure_columns(
     measures: Collection[Column], items: Collection[Item], pooled: Callable[[Item], Mapping[str, float]]
 ) -> list[tuple[tree.Column, Callable[[Item], str]]]:

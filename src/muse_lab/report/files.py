@@ -20,7 +20,7 @@ _SIGNS = {".md": MARKDOWN_SIGN, ".html": HTML_SIGN}
 
 
 def write_report(report: Report, path: Path, say: Callable[[str], None]) -> list[Path]:
-    """Write .md, .csv, .html and the pictures that can be drawn. Returns all paths; `say` is told what cannot be drawn.
+    """Write .md, .html and the pictures that can be drawn. Returns all paths; `say` is told what cannot be drawn.
 
     Raises FileExistsError, before anything is written, if a file is in the way.
     """
@@ -33,11 +33,8 @@ def write_report(report: Report, path: Path, say: Callable[[str], None]) -> list
             say(f"{picture.name} was not drawn: {error}")
     contents: dict[Path, str | bytes] = {
         path.with_suffix(".md"): as_markdown(report, {name: file.name for name, (file, _) in pictures.items()}),
-        path.with_suffix(".csv"): report.csv,
         **dict(pictures.values()),
-        path.with_suffix(".html"): as_html(
-            report, {name: png for name, (_, png) in pictures.items()}, file_name=path.stem
-        ),
+        path.with_suffix(".html"): as_html(report, {name: png for name, (_, png) in pictures.items()}),
     }
     check_replaceable(contents)
     for file, content in contents.items():
@@ -48,7 +45,7 @@ def write_report(report: Report, path: Path, say: Callable[[str], None]) -> list
 def check_replaceable(files: Iterable[Path]) -> None:
     """Raise FileExistsError if one of these files exists and is not of an earlier report.
 
-    Pages of reports have a section on provenance. Data and pictures belong to the pages beside them.
+    Pages of reports have a section on provenance. Pictures belong to the pages beside them.
     """
     existing = [file for file in files if os.path.lexists(file)]
     pages = [file for file in existing if file.suffix in _SIGNS]

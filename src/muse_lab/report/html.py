@@ -1,4 +1,4 @@
-"""A report as one HTML file that needs nothing else: its style, pictures and data are inside it."""
+"""A report as one HTML file that needs nothing else: its style and pictures are inside it."""
 
 from __future__ import annotations
 
@@ -15,19 +15,12 @@ if TYPE_CHECKING:
 
 SIGN = "<summary>Provenance</summary>"
 """Marks a page as a report: each has this section."""
-LARGEST_DOWNLOAD = 2**18
-"""Bytes of data that a page has inside it; larger ones are linked to."""
 
 
-def as_html(report: Report, pictures: Mapping[str, bytes] | None = None, *, file_name: str = "results") -> str:
-    """`pictures` are the PNG files of those figures that could be drawn, by name.
-
-    `file_name` is the name of the data when saved, without its extension.
-    """
-    drawn = {name: _data("image/png", png) for name, png in (pictures or {}).items()}
-    csv = report.csv.encode()
-    address = _data("text/csv", csv) if len(csv) <= LARGEST_DOWNLOAD else quote(f"{file_name}.csv")
-    return _template().render(report=report, pictures=drawn, csv_address=address, csv_name=f"{file_name}.csv")
+def as_html(report: Report, pictures: Mapping[str, bytes] | None = None) -> str:
+    """`pictures` are the PNG files of those figures that could be drawn, by name."""
+    drawn = {name: f"data:image/png;base64,{base64.b64encode(png).decode()}" for name, png in (pictures or {}).items()}
+    return _template().render(report=report, pictures=drawn)
 
 
 @functools.cache
@@ -41,7 +34,3 @@ def _template() -> Template:
     )  # fmt: skip
     environment.filters["address"] = quote
     return environment.get_template("page.html")
-
-
-def _data(kind: str, content: bytes) -> str:
-    return f"data:{kind};base64,{base64.b64encode(content).decode()}"

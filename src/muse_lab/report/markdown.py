@@ -47,7 +47,6 @@ def _section(section: Section, pictures: Mapping[str, str]) -> Iterator[str]:
         yield f"### {markdown_line(table.title)}" if table.title else ""
         yield _table(table)
     yield from map(markdown_line, section.notes)
-    yield fenced(section.lines) if section.lines else ""
 
 
 def _table(table: Table) -> str:

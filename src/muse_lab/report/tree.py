@@ -6,7 +6,7 @@ All text is plain: nothing in it is read as HTML or Markdown.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeVar
 
 Item = TypeVar("Item")
@@ -91,40 +91,18 @@ class Note(str):
     """Small print."""
 
 
-@dataclass(frozen=True)
 class Section:
-    """Shown in the order of its fields."""
+    """Content is given in any order, and shown by its kind: text is prose unless it is a note."""
 
-    title: str
-    prose: Sequence[str] = ()
-    links: Sequence[Link] = ()
-    figures: Sequence[Figure] = ()
-    tables: Sequence[Table] = ()
-    """side by side where there is room"""
-    notes: Sequence[str] = ()
-    """small print"""
-    lines: Sequence[str] = ()
-    """as they are, in a fixed width"""
-    is_optional: bool = False
-    """whether it is left out where no table has a row"""
-
-    @classmethod
-    def of(cls, title: str, *content: str | Figure | Table | Note) -> Section:
-        """A section with its content in any order: text is prose unless it is a note."""
-        prose = [part for part in content if isinstance(part, str) and not isinstance(part, Note)]
-        figures = [part for part in content if isinstance(part, Figure)]
-        tables = [part for part in content if isinstance(part, Table)]
-        notes = [part for part in content if isinstance(part, Note)]
-        return cls(title, prose, figures=figures, tables=tables, notes=notes)
-
-    @classmethod
-    def optional(cls, title: str, *content: str | Figure | Table | Note) -> Section:
-        """The same, left out where no table has a row."""
-        return replace(cls.of(title, *content), is_optional=True)
-
-    @property
-    def is_shown(self) -> bool:
-        return not self.is_optional or any(table.rows for table in self.tables)
+    def __init__(self, title: str, *content: str | Link | Figure | Table, is_optional: bool = False) -> None:
+        """`is_optional`: left out where no table has a row."""
+        self.title = title
+        self.prose = [part for part in content if isinstance(part, str) and not isinstance(part, Note)]
+        self.links = [part for part in content if isinstance(part, Link)]
+        self.figures = [part for part in content if isinstance(part, Figure)]
+        self.tables = [part for part in content if isinstance(part, Table)]
+        self.notes = [part for part in content if isinstance(part, Note)]
+        self.is_shown = not is_optional or any(table.rows for table in self.tables)
 
 
 @dataclass(frozen=True)
@@ -154,8 +132,6 @@ class Report:
     names: Table | None = None
     """what the short names in the tables stand for"""
     provenance: Provenance = Provenance()
-    csv: str = ""
-    """the numbers behind it, for other programs"""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "sections", [section for section in self.sections if section.is_shown])

@@ -23,7 +23,7 @@ def answers_section(results: ComparisonResults, names: Names) -> Section:
     """Not shown where no run learnt from needles."""
     by_kind = kind_table(results, names)
     tables = [answers_table(results, names), *([by_kind] if by_kind.rows else [])]
-    return Section.optional("Learning to look needles up", _ABOUT, _figure(results, names), *tables)
+    return Section("Learning to look needles up", _ABOUT, _figure(results, names), *tables, is_optional=True)
 
 
 def answers_table(results: ComparisonResults, names: Names) -> Table:

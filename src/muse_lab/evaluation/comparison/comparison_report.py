@@ -15,13 +15,10 @@ from muse_lab.evaluation.comparison.results import ComparisonResults, Run
 from muse_lab.evaluation.comparison.seeds import in_percent, seeds_differences, seeds_headline
 from muse_lab.evaluation.comparison.training_curves import UNSETTLED
 from muse_lab.evaluation.loss.loss_report import LEAK
-from muse_lab.evaluation.means import Mean
-from muse_lab.pretraining.schedule import EXACT
-from muse_lab.records.attention_names import in_words, short_names
-from muse_lab.report.markup import csv_text
+from muse_lab.records.attention_names import EXACT, in_words, short_names
 from muse_lab.report.plots import PALETTE, ROUNDING, Axis, Line, coloured, colours, line_figure, shades
 from muse_lab.report.provenance import count, names_table, provenance_of
-from muse_lab.report.tree import Card, Figure, Note, Report, Section, Table, number, shown, text
+from muse_lab.report.tree import Card, Figure, Note, Report, Section, Table, number, text
 
 _LOSS = (
     "Cross-entropy of the next token on held-out repositories, in nats, ± its standard error over samples, most of "
@@ -72,9 +69,15 @@ def comparison_report(results: ComparisonResults, file_name: str = "") -> Report
     runs: list[Table | Note] = [runs_table(results), _TOKENS, *_beginnings(results)]
     recorded = [
         _training_section(results, averages),
-        Section.optional("The attention's error in training", _PROBE, *_error_figures(results), probe_table(results)),
+        Section(
+            "The attention's error in training",
+            _PROBE,
+            *_error_figures(results),
+            probe_table(results),
+            is_optional=True,
+        ),
         answers_section(results, short_names(_named(results))),
-        Section.optional("Evaluated on the way", evaluations.ABOUT, *evaluations.evaluations_tables(results)),
+        Section("Evaluated on the way", evaluations.ABOUT, *evaluations.evaluations_tables(results), is_optional=True),
     ]
     windows = (
         f"{settings.samples} windows of {format_size(settings.length)} tokens, evenly spaced among "
@@ -97,34 +100,33 @@ def comparison_report(results: ComparisonResults, file_name: str = "") -> Report
         sections=(
             [*_by_attention(results, runs), *recorded, *_by_position_and_size(results)]
             if settings.samples
-            else [Section.of("Runs", *runs), *recorded]
+            else [Section("Runs", *runs), *recorded]
         ),
         names=names_table(_named(results)),
         provenance=provenance_of(results, *facts),
-        csv=as_csv(results),
     )
 
 
 def _by_attention(results: ComparisonResults, runs: Sequence[Table | Note]) -> Iterable[Section]:
-    yield Section.optional("Over seeds", seeds.ABOUT, seeds.seeds_table(results))
-    yield Section.of("Training attention against test attention", matrix_table(results))
-    yield Section.of("Runs", *runs)
+    yield Section("Over seeds", seeds.ABOUT, seeds.seeds_table(results), is_optional=True)
+    yield Section("Training attention against test attention", matrix_table(results))
+    yield Section("Runs", *runs)
     if any(name != EXACT for name in results.attentions):
-        yield Section.of("Switching the attention", _SWITCHING, switching_table(results), LEAK)
+        yield Section("Switching the attention", _SWITCHING, switching_table(results), LEAK)
 
 
 def _by_position_and_size(results: ComparisonResults) -> Iterable[Section]:
     laws = [scaling_table(results)] if findings.scaling_laws(results) else []
     yield from further_sections(results)
     yield positions_section(results)
-    yield Section.of("Scaling law", *_scaling_figures(results), *laws, *_missing_sizes(results), _PAPER_LAW)
+    yield Section("Scaling law", *_scaling_figures(results), *laws, *_missing_sizes(results), _PAPER_LAW)
 
 
 def _training_section(results: ComparisonResults, averages: Note) -> Section:
     figures = _training_figures(results)
     if results.settings.shared_gpu:
-        return Section.of("Training", *figures, averages, _SHARED_GPU)
-    return Section.of("Training and its speed", *figures, speed_table(results), averages, _PAPER_SPEED)
+        return Section("Training", *figures, averages, _SHARED_GPU)
+    return Section("Training and its speed", *figures, speed_table(results), averages, _PAPER_SPEED)
 
 
 def runs_table(results: ComparisonResults) -> Table:
@@ -256,19 +258,6 @@ def warnings(results: ComparisonResults) -> list[str]:
             "deterministic=false to compare speeds."
         )
     return lines
-
-
-def as_csv(results: ComparisonResults) -> str:
-    """A line for every model and attention that has seen all samples, earlier checkpoints included."""
-    header = ["run", "trained_with", "parameters", "updates", "tested_with", "samples", "loss", "standard_error"]
-    rows = []
-    for run in _runs(results):
-        for cell in results.cells:
-            if cell.run == run.name and len(cell.bins) == results.settings.samples:
-                numbers = (shown(one, ".6g") for one in Mean.of(cell.means))
-                about = [run.name, run.attention, run.parameters, cell.step, cell.attention, len(cell.bins)]
-                rows.append([*about, *numbers])
-    return csv_text(header, rows)
 
 
 def _beginnings(results: ComparisonResults) -> list[Note]:

@@ -9,8 +9,7 @@ from typing import NamedTuple
 from muse_lab.evaluation.comparison.findings import difference
 from muse_lab.evaluation.comparison.results import ComparisonResults, Run
 from muse_lab.pretraining.recipes import FREE, Recipe
-from muse_lab.pretraining.schedule import EXACT
-from muse_lab.records.attention_names import short_names
+from muse_lab.records.attention_names import EXACT, short_names
 from muse_lab.report.tree import Section, Table, number, text
 
 _ABOUT = (
@@ -82,7 +81,7 @@ def further_sections(results: ComparisonResults) -> Iterator[Section]:
     """No section if no run was continued."""
     table = further_table(results)
     if table.rows:
-        yield Section.of("Further training", _ABOUT, table, _PAPER)
+        yield Section("Further training", _ABOUT, table, _PAPER)
 
 
 def _finished_recipe(recipe: Recipe) -> Recipe:

@@ -17,15 +17,14 @@ from torch import Tensor
 from muse_lab.evaluation.comparison.results import Cell, ComparisonResults, ComparisonSettings, Run
 from muse_lab.evaluation.comparison.runs import StoredRun, choose_evenly, load_weights
 from muse_lab.evaluation.loss.curves import bins_of
-from muse_lab.evaluation.loss.positions import token_losses
+from muse_lab.evaluation.loss.positions import position_losses
 from muse_lab.evaluation.settings import take_fingerprint
 from muse_lab.pretraining.batches import Windows
 from muse_lab.pretraining.checkpoints.manifest import CheckpointError
 from muse_lab.pretraining.data.corpus import HELD_OUT, Corpus
 from muse_lab.pretraining.initial_model import make_empty_model
 from muse_lab.pretraining.recipes import differences
-from muse_lab.pretraining.schedule import EXACT
-from muse_lab.records.attention_names import without_freezing
+from muse_lab.records.attention_names import EXACT, without_freezing
 from muse_lab.records.stored_results import OnStep, rounded
 
 if TYPE_CHECKING:
@@ -34,16 +33,6 @@ if TYPE_CHECKING:
 
 _DIGITS = 8
 """of the stored losses"""
-
-
-def open_windows(corpus: Corpus, length: int) -> Windows:
-    """Windows of the held-out split."""
-    return Windows(corpus, length, split=HELD_OUT)
-
-
-def read_samples(windows: Windows, number: int) -> Tensor:
-    """(number, length + 1), evenly spaced among all windows: no bucket of documents is left out."""
-    return torch.stack([windows[index * len(windows) // number] for index in range(number)])
 
 
 def weights_to_measure(run: StoredRun, checkpoints: int) -> list[int]:
@@ -77,7 +66,7 @@ def measure(
         on_refused: told why a checkpoint is left out
     """
     settings = results.settings
-    samples = read_samples(open_windows(corpus, settings.length), settings.samples)
+    samples = torch.stack(Windows(corpus, settings.length, split=HELD_OUT).spaced(settings.samples))
     finished = 0
     for run in runs:
         for step in weights_to_measure(run, checkpoints):
@@ -120,7 +109,7 @@ def take_records(runs: Sequence[StoredRun], corpus: Corpus, results: ComparisonR
 def _sample_losses(model: PreTrainedModel, window: Tensor, attention: str, settings: ComparisonSettings) -> Tensor:
     """(length) losses of the tokens after each position, as in training."""
     with torch.autocast(settings.device, torch.bfloat16, enabled=settings.precision == "bfloat16"):
-        return token_losses(model, window[:-1], window[1:], attention)
+        return position_losses(model, window[:-1], attention, window[1:])
 
 
 def _add(results: ComparisonResults, run: str, step: int, fingerprint: str, attention: str, losses: Tensor) -> None:

@@ -13,8 +13,7 @@ from muse_lab.evaluation.comparison.results import ComparisonResults, Run
 from muse_lab.evaluation.comparison.seeds import Seeds, seeds_of
 from muse_lab.evaluation.loss.loss_report import span
 from muse_lab.evaluation.means import Mean
-from muse_lab.pretraining.schedule import EXACT
-from muse_lab.records.attention_names import block_size_of, short_names
+from muse_lab.records.attention_names import EXACT, block_size_of, short_names
 from muse_lab.report.plots import GREY, PALETTE, Axis, Curve, Line, Rule, line_figure, shades
 from muse_lab.report.tree import Figure, Section, Table, number, text
 
@@ -48,7 +47,7 @@ def positions_section(results: ComparisonResults) -> Section:
     if own_tables and histories:
         notes.append(_WHILE_TRAINING)
     tables = [positions_table(results), *context_tables(results), *own_tables]
-    return Section.of("Loss by position", *notes, *differences, *histories, *tables)
+    return Section("Loss by position", *notes, *differences, *histories, *tables)
 
 
 def positions_table(results: ComparisonResults) -> Table:

@@ -11,8 +11,7 @@ from muse_lab.evaluation.comparison.findings import describe_schedule, reference
 from muse_lab.evaluation.comparison.results import ComparisonResults, Run
 from muse_lab.evaluation.means import Mean
 from muse_lab.pretraining.recipes import FREE, Recipe
-from muse_lab.pretraining.schedule import EXACT
-from muse_lab.records.attention_names import short_names
+from muse_lab.records.attention_names import EXACT, short_names
 from muse_lab.report.tree import Table, number, shown, text
 
 ABOUT = (

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from muse_lab.pretraining.monitoring.metrics import EXACT_END
-from muse_lab.pretraining.schedule import EXACT
+from muse_lab.records.attention_names import EXACT
 
 POINTS = 32
 """Largest number of points of a curve."""
@@ -69,8 +69,6 @@ class Evaluated(NamedTuple):
 
 @dataclass(frozen=True)
 class TrainingCurves:
-    updates: int
-    tokens: int
     seconds: float
     """of all updates; not of probes, checkpoints and pauses"""
     averaged: int
@@ -89,8 +87,6 @@ class TrainingCurves:
         averaged = max(1, -(-len(steps) // POINTS))
         updates = list(_updates(steps))
         return cls(
-            updates=len(steps),
-            tokens=steps[-1]["tokens"] if steps else 0,
             seconds=updates[-1].seconds if updates else 0.0,
             averaged=averaged,
             points=tuple(_averages(updates, averaged)),

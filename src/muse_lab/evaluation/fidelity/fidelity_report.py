@@ -28,7 +28,7 @@ _WITHOUT_TILT = (
     "Clusters that plain means would need for the error with tilt, by the power law through the errors without tilt. "
     f"* is beyond the largest measured count; the law is followed to {FARTHEST} times that."
 )
-_PAPER_COUNTS = (
+_PAPER_COUNTS = Note(
     "The paper's own counts in its Table 2 do not follow from its exponents -0.89 and -0.59: those give 1714 for its "
     "128 clusters, where it prints 1179."
 )
@@ -61,31 +61,30 @@ def fidelity_report(results: FidelityResults, file_name: str) -> Report:
         ],
         cards=[Card(column.title, column.cell(pooled), name) for column in shown],
         sections=[
-            Section.optional("Attentions", table_of_requests(results, _named(results, presets))),
+            Section("Attentions", table_of_requests(results, _named(results, presets)), is_optional=True),
             *(_preset_section(results, preset) for preset in presets),
-            Section.of("Every head", heads, table_of_layers(results, first), MEANING),
+            Section("Every head", heads, table_of_layers(results, first), MEANING),
         ],
         names=names_table(results.named),
         provenance=provenance_of(results, subject(results)),
-        csv=results.as_csv(),
     )
 
 
 def _preset_section(results: FidelityResults, preset: Preset) -> Section:
-    prose, figures, notes = [preset.question], [], []
-    tables = [table_of_preset(results, preset, f"Measured here, {_number(results)}")]
+    content: list[str | Figure | Table] = [
+        preset.question,
+        table_of_preset(results, preset, f"Measured here, {_number(results)}"),
+    ]
     if preset.name == "joint" and (clusters := table_of_clusters(results, preset)) is not None:
-        prose.append(_fits_in_words(results, preset))
-        tables += [clusters, table_of_clusters_with_tilt(results, preset)]
-        notes.append(_PAPER_COUNTS)
+        content += [_fits_in_words(results, preset), clusters, table_of_clusters_with_tilt(results, preset)]
         panels = {"here": cluster_curves(results, preset), "the paper's 1B model, 64k": paper_curves()}
-        figures = [_cluster_figure(place, curves) for place, curves in panels.items()]
+        content += [_PAPER_COUNTS, *(_cluster_figure(place, curves) for place, curves in panels.items())]
     if preset.name == ERROR_CONTROL and (curves := key_curves(results, preset)):
-        figures = [_key_figure(curves)]
+        content.append(_key_figure(curves))
     for printed in preset.paper:
         title = f"The paper's {printed.number} ({printed.setting})"
-        tables.append(Table(map(_labels, printed.header), printed.rows, title))
-    return Section(preset.title, prose, figures=figures, tables=tables, notes=notes)
+        content.append(Table(map(_labels, printed.header), printed.rows, title))
+    return Section(preset.title, *content)
 
 
 def _cluster_figure(place: str, curves: dict[str, list[tuple[float, float]]]) -> Figure:

@@ -22,7 +22,6 @@ from muse_attention.registry import get_attention
 from muse_lab.evaluation.settings import TextSettings
 from muse_lab.records.dataclass_json import entries
 from muse_lab.records.stored_results import OnStep, StoredResults, rounded
-from muse_lab.report.markup import csv_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -97,20 +96,6 @@ class FidelityResults(StoredResults):
         """Heads of all layers."""
         first = next((request for request in self.measured if self.is_whole(request)), None)
         return 0 if first is None else self.by_head(first, MEASURES[0]).numel()
-
-    def as_csv(self) -> str:
-        """A line for every attention, length, sample, layer and head."""
-        known = {name for samples in self.measured.values() for layers in samples for heads in layers for name in heads}
-        names = [name for name in MEASURES if name in known]
-        rows = []
-        for request, samples in self.measured.items():
-            for sample, layers in enumerate(samples):
-                for layer, heads in zip(self.layers, layers, strict=False):
-                    number = len(heads[MEASURES[0]])
-                    for head in range(number):
-                        cells = [_csv_cell(heads.get(name), head, number) for name in names]
-                        rows.append([*request, sample, layer, head, *cells])
-        return csv_text(["attention", "length", "sample", "layer", "head", *names], rows)
 
 
 def steps(model: PreTrainedModel, requests: Sequence[FidelityRequest], samples: int) -> int:
@@ -192,8 +177,3 @@ def _measure_layer(
 
 def _has_gradients(heads: Heads) -> bool:
     return all(name in heads for name in GRADIENTS)
-
-
-def _csv_cell(numbers: list[float] | None, head: int, heads: int) -> str:
-    """The number of a query head; that of a key head is repeated for each query head that shares it."""
-    return "" if numbers is None else f"{numbers[head * len(numbers) // heads]:.6g}"

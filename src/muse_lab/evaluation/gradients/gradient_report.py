@@ -11,7 +11,6 @@ from muse_lab.evaluation.gradients.results import GradientResults, Gradients, Pr
 from muse_lab.evaluation.means import Mean
 from muse_lab.pretraining.needles.samples import BUCKETS, depth_of
 from muse_lab.records.attention_names import short_names
-from muse_lab.report.markup import csv_text
 from muse_lab.report.provenance import names_table, provenance_of
 from muse_lab.report.tree import Card, Report, Section, Table, number, shown, text
 
@@ -111,12 +110,11 @@ def gradient_report(results: GradientResults, file_name: str) -> Report:
             for name, pooled in longest.items()
         ][:6],
         sections=[
-            Section.of("Attentions", _ABOUT, summary_table(results)),
-            *(Section.of(f"Kept by depth, {format_size(length)}", depth_table(results, length)) for length in lengths),
+            Section("Attentions", _ABOUT, summary_table(results)),
+            *(Section(f"Kept by depth, {format_size(length)}", depth_table(results, length)) for length in lengths),
         ],
         names=names_table(results.named),
         provenance=provenance_of(results, *settings.facts),
-        csv=as_csv(results),
     )
 
 
@@ -161,21 +159,6 @@ def depth_table(results: GradientResults, length: int) -> Table:
         rows.append((f"{depth_of(bucket):.2f}", share, *(_with_error(pooled.all_weights.kept) for pooled in pools)))
     columns = (number(names[name], _KEPT) for name in attentions)
     return Table((number("depth"), number("share", _SHARE), *columns), rows)
-
-
-def as_csv(results: GradientResults) -> str:
-    """A line for every sample and attention."""
-    parts = ("square", "exact_square", "product")
-    header = ["attention", "length", "kind", "bucket", "number", "loss", "exact_loss"]
-    header += [f"{weights}_{part}" for weights in ("all_weights", "queries_and_keys") for part in parts]
-    rows: list[Sequence[object]] = []
-    for task, gradients in results.measured.items():
-        products = (
-            getattr(weights, part) for weights in (gradients.all_weights, gradients.queries_and_keys) for part in parts
-        )
-        place = (task.attention, task.length, task.kind, task.bucket, task.number)
-        rows.append([*place, gradients.loss, gradients.exact_loss, *products])
-    return csv_text(header, rows)
 
 
 def _in_words(name: str, length: int, pooled: Pool) -> str:

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from muse_attention.core.precision import compute_dtype
 from muse_lab.evaluation.needles.results import MeasuredSamples, NeedleTask, by_task, measure_samples
 from muse_lab.pretraining.needles.samples import NeedleSamples, Sample
-from muse_lab.pretraining.schedule import EXACT
+from muse_lab.records.attention_names import EXACT
 from muse_lab.records.stored_results import OnStep
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ def differentiate(model: PreTrainedModel, sample: Sample, attention: str) -> tup
     model.zero_grad(set_to_none=True)
     with use_attention(model, attention), torch.enable_grad():
         logits = model(tokens[None], use_cache=False, logits_to_keep=answered - 1).logits[0]
-        loss = cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), tokens[answered])
+        loss = cross_entropy(logits.to(compute_dtype(logits.dtype)), tokens[answered])
         loss.backward()
     gradients = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
     model.zero_grad(set_to_none=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +11,6 @@ from torch import Tensor
 from muse_attention.sizes import format_size
 from muse_lab.evaluation.lookups.results import LookupResults
 from muse_lab.records.attention_names import short_names
-from muse_lab.report.markup import csv_text
 from muse_lab.report.provenance import names_table, provenance_of
 from muse_lab.report.tree import Card, Report, Section, Table, number, shown, text
 
@@ -122,13 +120,12 @@ def lookup_report(results: LookupResults, file_name: str) -> Report:
             for name, pooled in longest.items()
         ][:6],
         sections=[
-            Section.of("Attentions", _QUERY, summary_table(results)),
-            *(Section.of(f"By layer, {format_size(length)}", layer_table(results, length)) for length in lengths),
-            *(Section.of(f"{heaviest}, {format_size(length)}", head_table(results, length)) for length in lengths),
+            Section("Attentions", _QUERY, summary_table(results)),
+            *(Section(f"By layer, {format_size(length)}", layer_table(results, length)) for length in lengths),
+            *(Section(f"{heaviest}, {format_size(length)}", head_table(results, length)) for length in lengths),
         ],
         names=names_table(results.named),
         provenance=provenance_of(results, *settings.facts),
-        csv=as_csv(results),
     )
 
 
@@ -181,20 +178,6 @@ def head_table(results: LookupResults, length: int) -> Table:
         rows.append((str(results.layers[place]), str(head), f"{float(weight[place, head]):.3f}", *shares))
     columns = (number("layer"), number("head"), number("weight", _WEIGHT))
     return Table((*columns, *(number(names[name], _FOUND) for name in pools)), rows)
-
-
-def as_csv(results: LookupResults) -> str:
-    """A line for every attention, length, kind, layer and head, with means over samples."""
-    header = ("attention", "length", "kind", "layer", "head", "samples", "weight", "found", "exact", "pairs")
-    rows: list[Sequence[object]] = []
-    for length, kind, attention in _groups(results):
-        pooled = pool(results, length, kind, attention)
-        means = [tensor.mean(0) for tensor in vars(pooled).values()]
-        for place, layer in enumerate(results.layers):
-            for head, numbers in enumerate(zip(*(mean[place].tolist() for mean in means), strict=True)):
-                cells = [f"{number:.4g}" for number in numbers]
-                rows.append([attention, length, kind, layer, head, pooled.samples, *cells])
-    return csv_text(header, rows)
 
 
 def _groups(results: LookupResults) -> list[tuple[int, str, str]]:

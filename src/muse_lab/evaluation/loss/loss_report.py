@@ -15,7 +15,6 @@ from muse_lab.evaluation.loss.endings import changes, replaced
 from muse_lab.evaluation.loss.positions import LossResults
 from muse_lab.evaluation.means import Mean
 from muse_lab.records.attention_names import EXACT, in_words, recorded_config, short_names
-from muse_lab.report.markup import csv_text
 from muse_lab.report.plots import BLACK, SIZES, Axis, Line, line_figure
 from muse_lab.report.provenance import count, names_table, provenance_of
 from muse_lab.report.tree import Card, Figure, Note, Report, Section, Table, number, text
@@ -77,12 +76,15 @@ def loss_report(results: LossResults, file_name: str) -> Report:
             ),
         ][:6],
         sections=[
-            Section.of("Loss against position", _figure(results), _fit_in_words(results)),
-            Section.of("Attentions", summary_table(results), LEAK),
-            Section.of("The paper", paper_table(results), _PAPER),
-            Section.of("Loss by position", bins_table(results), _BINS),
-            Section.optional(
-                "Another ending", *(endings_table(results, *one) for one in replaced(results).items()), _ENDINGS
+            Section("Loss against position", _figure(results), _fit_in_words(results)),
+            Section("Attentions", summary_table(results), LEAK),
+            Section("The paper", paper_table(results), _PAPER),
+            Section("Loss by position", bins_table(results), _BINS),
+            Section(
+                "Another ending",
+                *(endings_table(results, *one) for one in replaced(results).items()),
+                _ENDINGS,
+                is_optional=True,
             ),
         ],
         names=names_table(results.whole),
@@ -91,7 +93,6 @@ def loss_report(results: LossResults, file_name: str) -> Report:
             f"Model: {settings.model}, {settings.dtype}, on {settings.device}",
             f"Text: {settings.text}; {settings.samples} x {settings.length - 1:,} positions",
         ),
-        csv=as_csv(results),
     )
 
 
@@ -178,13 +179,6 @@ def paper_table(results: LossResults) -> Table:
         ("gap shrinks per doubling of clusters by", ratios or "-", "~1.8x", "~2x"),
     ]
     return Table(("", "here", "paper, Llama 3.2-1B", "paper, Llama 3.1-8B"), rows)
-
-
-def as_csv(results: LossResults) -> str:
-    """A line for every position: the loss of the token after it under each attention, averaged over samples."""
-    columns = [results.losses[name].by_position.tolist() for name in results.whole]
-    rows = ([index + 1, *(f"{loss:.6g}" for loss in losses)] for index, losses in enumerate(zip(*columns, strict=True)))
-    return csv_text(["position", *results.whole], rows)
 
 
 def _mean(results: LossResults, attention: str) -> float:

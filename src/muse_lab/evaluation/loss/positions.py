@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from muse_attention.config import MuSeConfig
+from muse_attention.core.precision import compute_dtype
 from muse_lab.evaluation.settings import TextSettings
 from muse_lab.records.dataclass_json import entries
 from muse_lab.records.stored_results import OnStep, StoredResults
@@ -150,24 +151,20 @@ def measure(
         results.write(path)
 
 
-def position_losses(model: PreTrainedModel, ids: Tensor, attention: str) -> Tensor:
-    """(length - 1) cross-entropies, in nats, of the tokens that follow each position of (length) ids."""
-    return token_losses(model, ids, ids[1:], attention)
-
-
-def token_losses(model: PreTrainedModel, ids: Tensor, targets: Tensor, attention: str) -> Tensor:
+def position_losses(model: PreTrainedModel, ids: Tensor, attention: str, targets: Tensor | None = None) -> Tensor:
     """Cross-entropies, in nats, of (targets), each of which follows a position of (length) ids, from the first one on.
 
+    By default they are the (length - 1) ids after the first.
     Logits are computed for a few positions at a time, and their softmax in at least float32. The result is float64, on
     the CPU.
     """
     from muse_attention.huggingface import use_attention
 
-    ids, targets = ids.to(model.device), targets.to(model.device)
+    ids, targets = (tensor.to(model.device) for tensor in (ids, ids[1:] if targets is None else targets))
     with use_attention(model, attention), torch.no_grad():
         hidden = _hidden_states(model, ids[None])[0, : len(targets)]
         parts = [
-            cross_entropy(_at_least_float32(_logits(model, states)), following, reduction="none")
+            cross_entropy(_logits(model, states), following, reduction="none")
             for states, following in zip(
                 hidden.split(_POSITIONS_AT_ONCE), targets.split(_POSITIONS_AT_ONCE), strict=True
             )
@@ -196,8 +193,4 @@ def _hidden_states(model: PreTrainedModel, ids: Tensor) -> Tensor:
 
 def _logits(model: PreTrainedModel, states: Tensor) -> Tensor:
     logits: Tensor = model.get_output_embeddings()(states)
-    return logits
-
-
-def _at_least_float32(tensor: Tensor) -> Tensor:
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+    return logits.to(compute_dtype(logits.dtype))

@@ -17,7 +17,6 @@ from muse_lab.evaluation.needles.statistics import Asked, Group, by_depth, diffe
 from muse_lab.pretraining.needles.samples import BUCKETS, depth_of
 from muse_lab.records.attention_names import EXACT, short_names
 from muse_lab.records.machine import machine_lines
-from muse_lab.report.markup import csv_text
 from muse_lab.report.plots import Curve
 from muse_lab.report.provenance import names_table
 from muse_lab.report.tree import Figure, Note, Provenance, Report, Section, Table, number, text
@@ -66,18 +65,17 @@ def needle_comparison(models: Models) -> Report:
         cards=panels.cards(first_read),
         sections=[
             *(
-                Section.of(name.capitalize(), *summary_tables(models, name), Note(panels.DEFINITIONS[name]), *words)
+                Section(name.capitalize(), *summary_tables(models, name), Note(panels.DEFINITIONS[name]), *words)
                 for name, words in zip(panels.MEASURES, ((TASK, _DIFFERENCES, PREFILL), ()), strict=True)
             ),
             *(
-                Section.of(f"{name} by depth".capitalize(), *pictures, *tables_by_depth(models, name))
+                Section(f"{name} by depth".capitalize(), *pictures, *tables_by_depth(models, name))
                 for name, pictures in zip(panels.MEASURES, (depth_curves(models), ()), strict=True)
             ),
             paper_section(),
         ],
         names=names_table(_named(models)),
         provenance=Provenance(lines, [command for results in models.values() for command in results.commands]),
-        csv=as_csv(models),
     )
 
 
@@ -102,21 +100,13 @@ def tables_by_depth(models: Models, name: str) -> Iterator[Table]:
     """A table for each length and attention that reads the prompt, all kinds together: one kind has few at a depth."""
     measure = panels.MEASURES[name]
     for title, asked, together in _kinds_together(models):
-        (first, *others) = asked
-        shares = {model: by_depth(one.answers(together), measure) for model, one in asked.items()}
-        rows = [
-            (
-                f"{depth_of(bucket):.2f}",
-                *(panels.with_number(shares[model][bucket]) for model in asked),
-                *(
-                    format_difference(difference(asked[other], asked[first], together, measure, bucket=bucket))
-                    for other in others
-                ),
-            )
+        (first, *others), shares = asked, panels.depth_table(asked, together, name)
+        gaps = (
+            [difference(asked[other], asked[first], together, measure, bucket=bucket) for other in others]
             for bucket in range(BUCKETS)
-        ]
-        columns = [number("depth"), *map(number, asked)]
-        yield Table([*columns, *(number(f"{other} less {first}") for other in others)], rows, title)
+        )
+        rows = [(*row, *map(format_difference, at_depth)) for row, at_depth in zip(shares.rows, gaps, strict=True)]
+        yield Table([*shares.columns, *(number(f"{other} less {first}") for other in others)], rows, title)
 
 
 def depth_curves(models: Models) -> Iterator[Figure]:
@@ -124,22 +114,6 @@ def depth_curves(models: Models) -> Iterator[Figure]:
     for place, (title, asked, together) in enumerate(_kinds_together(models), start=1):
         curves = {model: _by_depth(one.answers(together)) for model, one in asked.items()}
         yield panels.depth_figure(place, title, curves)
-
-
-def as_csv(models: Models) -> str:
-    """A line for every model, attention, length, kind and depth."""
-    rows = []
-    for length, kind, attention in _cells(models):
-        for name, results in models.items():
-            answers = Asked(results, attention).answers([(length, kind)])
-            for measured, measure in panels.MEASURES.items():
-                for bucket, depth_share in enumerate(by_depth(answers, measure)):
-                    if depth_share is not None:
-                        numbers = (depth_share.standard_error, *depth_share.interval)
-                        about = [name, attention, length, kind, f"{depth_of(bucket):.2f}", measured]
-                        rows.append([*about, f"{depth_share.value:.5g}", *(f"{number:.3g}" for number in numbers)])
-    header = ["model", "attention", "length", "kind", "depth", "measure", "share", "standard_error", "low", "high"]
-    return csv_text(header, rows)
 
 
 def _kinds_together(models: Models) -> Iterator[tuple[str, Mapping[str, Asked], list[Group]]]:

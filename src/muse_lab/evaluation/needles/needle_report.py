@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
 
 from muse_attention.sizes import format_size
 from muse_lab.evaluation.means import WILSON, Mean
@@ -19,7 +18,6 @@ from muse_lab.evaluation.needles.statistics import (
 )
 from muse_lab.pretraining.needles.samples import depth_of
 from muse_lab.records.attention_names import EXACT, block_size_of, short_names
-from muse_lab.report.markup import csv_text
 from muse_lab.report.provenance import names_table, provenance_of
 from muse_lab.report.tree import Note, Report, Section, Table, number, shown, text
 
@@ -62,13 +60,16 @@ def needle_report(results: NeedleResults, file_name: str) -> Report:
     if len(failures(results)) == len(results.measured):
         raise ValueError("no sample has been answered yet; run the command again to continue")
     settings = results.settings
-    failed = [
-        f"{task.attention}, {panels.title_of(task.length, task.kind)}, depth {depth_of(task.bucket):.2f}, "
-        f"sample {task.number}: {error}"
-        for task, error in failures(results)
-    ]
+    failed = Table.of(
+        failures(results),
+        (text("attention"), lambda failure: failure[0].attention),
+        (text("length, kind"), lambda failure: panels.title_of(failure[0].length, failure[0].kind)),
+        (number("depth"), lambda failure: f"{depth_of(failure[0].bucket):.2f}"),
+        (number("sample"), lambda failure: failure[0].number),
+        (text("error"), lambda failure: failure[1]),
+    )
     columns = columns_of(results)
-    warnings = [f"Failed: {len(failed)} of {len(results.measured)} samples"] if failed else []
+    warnings = [f"Failed: {len(failed.rows)} of {len(results.measured)} samples"] if failed.rows else []
     if same := _exact_in_one_block(results):
         warnings.append(f"One block is the whole context, so MuSe is exact attention: {'; '.join(same)}")
     return Report(
@@ -81,22 +82,21 @@ def needle_report(results: NeedleResults, file_name: str) -> Report:
         ],
         cards=panels.cards(columns),
         sections=[
-            Section.of("Attentions", TASK, summary_table(results), PREFILL),
-            Section.of("Where errors are", places_table(results), _PLACES),
+            Section("Attentions", TASK, summary_table(results), PREFILL),
+            Section("Where errors are", places_table(results), _PLACES),
             *(
-                Section.of(
+                Section(
                     f"{measure} by depth".capitalize(),
                     *panels.heat_maps(columns, measure),
                     *panels.depth_tables(columns, measure),
                 )
                 for measure in panels.MEASURES
             ),
-            *([Section("Failed", lines=failed)] if failed else []),
+            Section("Failed", failed, is_optional=True),
             paper_section(),
         ],
         names=names_table(results.named),
         provenance=provenance_of(results, *settings.facts),
-        csv=as_csv(results),
     )
 
 
@@ -157,25 +157,7 @@ def paper_section() -> Section:
         "with exact attention, ± the binomial standard error. Its prompt is not printed, so these are not the same "
         "questions."
     )
-    return Section.of("The paper", Table(("kind", "n", "exact-trained", "MuSe-trained"), rows), note)
-
-
-def as_csv(results: NeedleResults) -> str:
-    """A line for every question, and for every sample that failed."""
-    header = (
-        *("length", "kind", "attention", "bucket", "number", "question", "depth", "uid", "generated"),
-        *("exact", "preferred", "log_probability", "margin", "ranks", "error"),
-    )
-    rows: list[Sequence[object]] = []
-    for task, outcome in results.measured.items():
-        sample = [task.length, task.kind, task.attention, task.bucket, task.number]
-        for question, answer in enumerate(outcome.answers):
-            asked = [question, f"{depth_of(answer.bucket):.2f}", answer.uid, answer.generated]
-            scores = [int(answer.is_exact), int(answer.is_preferred), f"{answer.log_probability:.5g}"]
-            rows.append([*sample, *asked, *scores, f"{answer.margin:.5g}", " ".join(map(str, answer.ranks)), ""])
-        if outcome.error:
-            rows.append([*sample, *[""] * 9, outcome.error])
-    return csv_text(header, rows)
+    return Section("The paper", Table(("kind", "n", "exact-trained", "MuSe-trained"), rows), note)
 
 
 def format_difference(difference: Mean | None) -> str:

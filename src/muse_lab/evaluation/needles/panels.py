@@ -74,10 +74,10 @@ def depth_tables(columns: Columns, measure: str) -> Iterator[Table]:
     panels = list(panels_of(columns))
     shared = _shared(columns, groups_of(columns))
     if len(panels) > 1 and len(shared) > 1:
-        yield _table(columns, shared, measure, "all lengths and kinds")
+        yield depth_table(columns, shared, measure, "all lengths and kinds")
     for panel in panels:
         for kind, together in panel.by_kind.items():
-            yield _table(panel.columns, together, measure, title_of(panel.length, kind))
+            yield depth_table(panel.columns, together, measure, title_of(panel.length, kind))
 
 
 def _shared(columns: Columns, candidates: list[Group]) -> list[Group]:
@@ -85,7 +85,7 @@ def _shared(columns: Columns, candidates: list[Group]) -> list[Group]:
     return [group for group in candidates if all(asked.answers([group]) for asked in columns.values())]
 
 
-def _table(columns: Columns, together: list[Group], measure: str, title: str) -> Table:
+def depth_table(columns: Columns, together: list[Group], measure: str, title: str = "") -> Table:
     shares = [by_depth(asked.answers(together), MEASURES[measure]) for asked in columns.values()]
     rows = [
         (f"{depth_of(bucket):.2f}", *(with_number(column[bucket]) for column in shares)) for bucket in range(BUCKETS)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from muse_attention.core.precision import compute_dtype
 from muse_lab.pretraining.needles.samples import Question, Sample
 
 if TYPE_CHECKING:
@@ -110,7 +111,7 @@ def _log_probabilities(model: PreTrainedModel, candidates: Tensor, last: Tensor,
     if candidates.shape[1] > 1:
         further = _read(model, candidates[:, :-1], _copies(cache, len(candidates)), keep=0)
         logits = torch.cat([logits, further], dim=1)
-    return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+    return logits.log_softmax(-1, dtype=compute_dtype(logits.dtype))
 
 
 def _generate(model: PreTrainedModel, right: Tensor, uid: Tensor, cache: DynamicCache) -> list[int]:

@@ -21,7 +21,6 @@ from muse_lab.evaluation.needles.statistics import Asked, Group, by_depth, diffe
 from muse_lab.pretraining.needles.samples import BUCKETS, depth_of
 from muse_lab.records.attention_names import EXACT
 from muse_lab.records.machine import machine_lines
-from muse_lab.report.markup import csv_text
 from muse_lab.report.tree import Figure, Note, Provenance, Report, Section, Table, number, shown, text
 
 Trainings = Mapping[str, Models]
@@ -108,13 +107,12 @@ def needles_over_trainings(trainings: Trainings) -> Report:
             section
             for length in lengths
             for section in (
-                Section.of(f"Exact match, {length.title}", _ABOUT, found_table(length), Note(TASK)),
-                Section.of(f"Less {length.models[0]}, {length.title}", difference_table(length)),
-                Section.of(f"By depth, {length.title}", depth_curves(length, lengths), depth_table(length)),
+                Section(f"Exact match, {length.title}", _ABOUT, found_table(length), Note(TASK)),
+                Section(f"Less {length.models[0]}, {length.title}", difference_table(length)),
+                Section(f"By depth, {length.title}", depth_curves(length, lengths), depth_table(length)),
             )
         ],
         provenance=Provenance([*haystacks, *machines], [command for one in results for command in one.commands]),
-        csv=as_csv(lengths),
     )
 
 
@@ -179,19 +177,6 @@ def depth_curves(length: _Length, lengths: list[_Length]) -> Figure:
         for model in length.everywhere
     }
     return panels.depth_figure(lengths.index(length) + 1, f"{length.title}, means over trainings", curves)
-
-
-def as_csv(lengths: list[_Length]) -> str:
-    """A line for every model, training, length and depth."""
-    rows = []
-    for length in lengths:
-        for training, models in length.trainings.items():
-            for model, asked in models.items():
-                for bucket, depth_share in enumerate(by_depth(asked.answers(length.groups), is_exact)):
-                    if depth_share is not None:
-                        about = [model, training, length.title, f"{depth_of(bucket):.2f}"]
-                        rows.append([*about, str(depth_share.right), str(depth_share.number)])
-    return csv_text(["model", "training", "asked", "depth", "right", "questions"], rows)
 
 
 def _lengths(trainings: Trainings) -> Iterator[_Length]:

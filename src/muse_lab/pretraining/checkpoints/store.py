@@ -39,7 +39,6 @@ from muse_lab.pretraining.checkpoints.shards import (
     contents_by_file,
     read_tensor,
     reading,
-    whole_pieces,
     write_pieces,
 )
 from muse_lab.pretraining.data.shards import hash_file
@@ -83,12 +82,6 @@ def steps_in(folder: Path) -> list[int]:
 
 
 # Writing
-
-
-def save(folder: Path, step: int, about: dict[str, Any], tensors: Mapping[str, Tensor]) -> Path:
-    """Write a checkpoint of tensors that this process has whole."""
-    begin(folder, step)
-    return finish(folder, step, about, write_shard(folder, step, 0, whole_pieces(tensors)))
 
 
 def begin(folder: Path, step: int) -> None:

@@ -19,7 +19,7 @@ from muse_attention.fidelity.error import FOUND, measure
 from muse_attention.huggingface.capture import visit_layers
 from muse_attention.registry import config_at, get_attention
 from muse_lab.pretraining.model.decoder import DecoderForCausalLM
-from muse_lab.pretraining.schedule import EXACT
+from muse_lab.records.attention_names import EXACT
 
 ERROR = "relative_squared_error"
 _TIGHTER = (4, 16)

@@ -26,7 +26,7 @@ from muse_lab.pretraining.needles.mixture import NeedleDocuments
 from muse_lab.pretraining.needles.writer import EVALUATION
 from muse_lab.pretraining.parallel import World, gathered
 from muse_lab.pretraining.recipes import Recipe
-from muse_lab.pretraining.schedule import EXACT
+from muse_lab.records.attention_names import EXACT
 
 
 @dataclass(frozen=True)
@@ -63,27 +63,30 @@ class Evaluation:
 
     def _measure(self, model: DecoderForCausalLM, on_sample: Callable[[], None]) -> dict[str, float]:
         """Measurements under the model's current attention."""
-        losses = {"held_out_loss": self._loss(model, on_sample)}
-        return losses | self._answers(model, on_sample) if self._needles else losses
+        loss, tokens, *_ = self._ask_all(model, self._windows, on_sample)
+        measured = {"held_out_loss": loss / tokens}
+        if self._needles:
+            loss, tokens, right, answers = self._ask_all(model, self._needles, on_sample, with_answers=True)
+            measured |= {"needles_loss": loss / tokens, "needles_right": right / answers}
+        return measured
 
-    def _loss(self, model: DecoderForCausalLM, on_sample: Callable[[], None]) -> float:
-        total = torch.zeros(2, dtype=torch.float64, device=self._world.device)
-        for document in self._windows:
-            total += self._ask(model, document)[:2]
-            on_sample()
-        loss, tokens = self._world.mean(total).tolist()
-        return float(loss / tokens)
-
-    def _answers(self, model: DecoderForCausalLM, on_sample: Callable[[], None]) -> dict[str, float]:
+    def _ask_all(
+        self,
+        model: DecoderForCausalLM,
+        documents: list[_Document],
+        on_sample: Callable[[], None],
+        *,
+        with_answers: bool = False,
+    ) -> list[float]:
+        """The means over ranks of the sums of `_ask`."""
         total = torch.zeros(4, dtype=torch.float64, device=self._world.device)
-        for document in self._needles:
-            total += self._ask(model, document, with_answers=True)
+        for document in documents:
+            total += self._ask(model, document, with_answers=with_answers)
             on_sample()
-        loss, tokens, right, answers = self._world.mean(total).tolist()
-        return {"needles_loss": loss / tokens, "needles_right": right / answers}
+        return self._world.mean(total).tolist()
 
     @torch.no_grad()
-    def _ask(self, model: DecoderForCausalLM, document: _Document, *, with_answers: bool = False) -> Tensor:
+    def _ask(self, model: DecoderForCausalLM, document: _Document, *, with_answers: bool) -> Tensor:
         """(4,) float64: summed loss and tokens, of this rank's part; right answers, and answers, of all parts."""
         tokens, counts = document.tokens.to(model.device), document.counts.to(model.device)
         ids, positions, labels = tokens[None, :-1], None, tokens[None, 1:]
@@ -133,8 +136,7 @@ def _held_out(corpus: Corpus, recipe: Recipe) -> list[_Document]:
         windows = Windows(corpus, recipe.length, split=HELD_OUT)
     except ValueError as error:
         raise ValueError(f"{error}, or set evaluate_every=0") from None
-    number = min(recipe.evaluate_samples, len(windows))
-    spaced = (windows[index * len(windows) // number] for index in range(number))
+    spaced = windows.spaced(min(recipe.evaluate_samples, len(windows)))
     return [_Document(tokens, torch.ones_like(tokens, dtype=torch.bool)) for tokens in spaced]
 
 

@@ -17,7 +17,7 @@ from muse_lab.pretraining.monitoring.answer_losses import answer_losses
 from muse_lab.pretraining.monitoring.error_limit import ERROR, Change, ErrorLimit
 from muse_lab.pretraining.parallel import World, gathered
 from muse_lab.pretraining.recipes import Recipe
-from muse_lab.pretraining.schedule import EXACT
+from muse_lab.records.attention_names import EXACT
 
 
 class Probed(NamedTuple):

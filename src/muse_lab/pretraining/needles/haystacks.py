@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,25 +27,8 @@ Tokens = NDArray[np.int64]
 _SCANNED_AT_ONCE = 2**24
 
 
-class Haystack(Protocol):
-    """Files, by number."""
-
-    @property
-    def source(self) -> str:
-        """Description of the source."""
-
-    @property
-    def tokens(self) -> int:
-        """Number of tokens of all files."""
-
-    def __len__(self) -> int: ...
-
-    def read(self, file: int, limit: int) -> Tokens:
-        """The first tokens of a file, at most `limit`: its delimiter and its path come first."""
-
-
 class CorpusHaystack:
-    """The files of one split of a corpus. Texts without files, such as those of Dolma, are one file each."""
+    """The files of one split of a corpus, by number. Texts without files, such as those of Dolma, are one file each."""
 
     def __init__(self, corpus: Corpus, split: str) -> None:
         self._corpus = corpus
@@ -64,6 +47,7 @@ class CorpusHaystack:
         return len(self._bounds)
 
     def read(self, file: int, limit: int) -> Tokens:
+        """The first tokens of a file, at most `limit`: its delimiter and its path come first."""
         stream = self._streams[int(np.searchsorted(self._ends, file, side="right"))]
         start, stop = map(int, self._bounds[file])
         return self._corpus.tokens(stream, start, min(stop, start + limit))
@@ -99,7 +83,11 @@ class TextHaystack:
         return len(self.files)
 
     def read(self, file: int, limit: int) -> Tokens:
+        """As of a corpus."""
         return self.files[file][:limit]
+
+
+Haystack = CorpusHaystack | TextHaystack
 
 
 def file_mark(tokenizer: Tokenizer) -> str:
