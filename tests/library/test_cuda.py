@@ -13,8 +13,9 @@ import torch
 import triton
 from torch import Tensor
 
-from muse_attention import MuSeConfig, find_clusters, get_attention, muse_attention
+from muse_attention import MuSeConfig, find_clusters, get_attention, muse_attention, ops
 from muse_attention.backends.triton.runtime import launching, replaying, schedule
+from muse_attention.core.call import Call
 from muse_attention.fidelity import compare
 from muse_lab.pretraining.model.sliding_window import sliding_window_attention
 from muse_lab.synthetic import clustered_qkv
@@ -91,6 +92,22 @@ class TestTritonBackend:
     )
     def test_keys_with_a_large_common_offset(self, shape: Shape, aggregation: str, dtype: torch.dtype) -> None:
         self._check(replace(shape, config=shape.config + aggregation, key_offset=10.0), dtype)
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+    @pytest.mark.parametrize(
+        "text", [*(f"Q4K32T0.1B256,tile={tile}" for tile in (16, 64, 128)), "Q4K32T0.1B256,caution=2"]
+    )
+    def test_retrieves_what_the_torch_backend_retrieves(self, text: str, dtype: torch.dtype) -> None:
+        """The first row of a tile that wants a bucket; rounding moves few of them."""
+        config, scale = MuSeConfig.parse(text), 64**-0.5
+        query, key, value = clustered_qkv(1, 2, 2000, 64, device="cuda", dtype=dtype)
+        query = 3 * query
+        clusters = ops.cluster(query, key, config, is_causal=True, scale=scale, backend="torch")
+        call = Call(query, key, value, clusters, config, is_causal=True, scale=scale)
+        expected, seen = (ops.attend(call, backend)[1].retrieved for backend in ("torch", "triton"))
+        wanted = (expected < 255).double().mean()
+        assert wanted > 0.02
+        assert (seen != expected).double().mean() < 0.1 * wanted
 
     def _check(self, shape: Shape, dtype: torch.dtype) -> None:
         with torch.device("cuda"):
