@@ -91,11 +91,10 @@ def mesh_ranks(mesh: DeviceMesh) -> int:
 def check_heads(name: str, heads: int, ranks: int) -> None:
     """Raise ValueError if the ranks do not divide the heads."""
     if heads % ranks:
-        fitting = [number for number in range(1, heads + 1) if heads % number == 0]
-        *fewer, last = map(str, fitting)
+        fitting = ", ".join(str(number) for number in range(1, heads + 1) if heads % number == 0)
         raise ValueError(
-            f"{name} has {heads} heads, not divisible by the {ranks} ranks of the mesh; use {', '.join(fewer)} or "
-            f"{last} ranks"
+            f"{name} has {heads} heads, not divisible by the {ranks} ranks of the mesh; choose their number from "
+            f"{fitting}"
         )
 
 
