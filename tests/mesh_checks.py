@@ -292,9 +292,9 @@ def refusals(mesh: DeviceMesh) -> None:
         return [torch.zeros(1, count, 4, 8) for count in (number, key_heads, key_heads)]
 
     query, key, value = heads(4)
-    with refused("query has 6 heads, not divisible by the 4 ranks of the mesh; use 1, 2, 3 or 6 ranks"):
+    with refused("query has 6 heads, not divisible by the 4 ranks of the mesh; choose their number from 1, 2, 3, 6"):
         ulysses("exact", *heads(6), mesh)
-    with refused("tensor has 2 heads, not divisible by the 4 ranks of the mesh; use 1 or 2 ranks"):
+    with refused("tensor has 2 heads, not divisible by the 4 ranks of the mesh; choose their number from 1, 2"):
         sequence_to_heads(torch.zeros(1, 2, 4, 8), mesh)
     with refused("query has 4 heads, not a multiple of the 3 heads of key"):
         ulysses("exact", *heads(4, 3), mesh)

@@ -35,5 +35,7 @@ def test_bytes_of_a_large_model() -> None:
     assert ulysses_bytes(key_heads=8, **case) == (1 << 13) * (28 + 7) * 256 * 2
     assert ulysses_bytes(key_heads=2, **case) == ulysses_bytes(key_heads=8, **case)  # each of two is sent to four
     assert ulysses_bytes(key_heads=8, **case | {"ranks": 1}) == 0
-    with pytest.raises(ValueError, match="ranks of the mesh; use 1, 2, 4, 8, 16 or 32 ranks"):
+    with pytest.raises(ValueError, match=r"the 12 ranks of the mesh; choose their number from 1, 2, 4, 8, 16, 32$"):
         ulysses_bytes(key_heads=8, **case | {"ranks": 12})
+    with pytest.raises(ValueError, match=r"the 8 ranks of the mesh; choose their number from 1$"):
+        ulysses_bytes(key_heads=1, **case | {"heads": 1})

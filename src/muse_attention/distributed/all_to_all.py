@@ -37,7 +37,7 @@ def sequence_to_heads(tensor: Tensor, mesh: DeviceMesh, copies: int = 1) -> Tens
     if ranks == 1 and copies == 1:
         return tensor
     of_heads = tensor.transpose(0, 1)
-    received = exchanged(of_heads if copies == 1 else of_heads.repeat_interleave(copies, 0), mesh)
+    received = _exchanged(of_heads if copies == 1 else of_heads.repeat_interleave(copies, 0), mesh)
     return received.unflatten(0, (ranks, -1)).movedim(0, 2).transpose(0, 1).flatten(2, 3)
 
 
@@ -58,7 +58,7 @@ def heads_to_sequence(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
     if ranks == 1:
         return tensor
     parts = tensor.unflatten(2, (ranks, -1)).movedim(2, 0).transpose(1, 2)
-    return exchanged(parts.flatten(0, 1), mesh).transpose(0, 1)
+    return _exchanged(parts.flatten(0, 1), mesh).transpose(0, 1)
 
 
 def from_rank_before(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -70,7 +70,7 @@ def from_rank_before(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
     """
     rank, ranks = mesh.get_local_rank(), mesh_ranks(mesh)
     sent, received = ([int(other == (rank + step) % ranks) for other in range(ranks)] for step in (1, -1))
-    return exchanged(tensor[None], mesh, received, sent)[0]
+    return _exchanged(tensor[None], mesh, received, sent).squeeze(0)  # (The gradient of an index is a copy.)
 
 
 def mesh_ranks(mesh: DeviceMesh) -> int:
@@ -91,11 +91,10 @@ def mesh_ranks(mesh: DeviceMesh) -> int:
 def check_heads(name: str, heads: int, ranks: int) -> None:
     """Raise ValueError if the ranks do not divide the heads."""
     if heads % ranks:
-        fitting = [number for number in range(1, heads + 1) if heads % number == 0]
-        *fewer, last = map(str, fitting)
+        fitting = ", ".join(str(number) for number in range(1, heads + 1) if heads % number == 0)
         raise ValueError(
-            f"{name} has {heads} heads, not divisible by the {ranks} ranks of the mesh; use {', '.join(fewer)} or "
-            f"{last} ranks"
+            f"{name} has {heads} heads, not divisible by the {ranks} ranks of the mesh; choose their number from "
+            f"{fitting}"
         )
 
 
@@ -104,7 +103,7 @@ def _check_axes(tensor: Tensor) -> None:
         raise ValueError(f"the tensor has shape {tuple(tensor.shape)}; it must be (batch, heads, length, ...)")
 
 
-def exchanged(
+def _exchanged(
     parts: Tensor, mesh: DeviceMesh, received: list[int] | None = None, sent: list[int] | None = None
 ) -> Tensor:
     """Cut the first axis into one part for each rank: part `r` goes to rank `r`, and part `r` of the result is from it.
