@@ -155,9 +155,10 @@ def test_rounding_is_by_half_a_scale() -> None:
 def test_other_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="there is no file"):
         load_captures(tmp_path / "none.pt")
-    (tmp_path / "other.pt").write_bytes(b"something else")
-    with pytest.raises(ValueError, match="does not hold captures; write them with muse tune"):
-        load_captures(tmp_path / "other.pt")
+    for name, fault in (("other.safetensors", "does not hold captures; write"), ("other.pt", r"torch\.save .*; write")):
+        (tmp_path / name).write_bytes(b"something else")
+        with pytest.raises(ValueError, match=f"{fault} them with muse tune --save-captures FILE"):
+            load_captures(tmp_path / name)
     for lookup in (LookupAt(5, 60, (3,)), LookupAt(0, 60, (61,)), LookupAt(0, 600, (3,)), LookupAt(0, 60, ())):
         save_captures(some_captures(lookups=(lookup,)), tmp_path / "lookups.safetensors")
         with pytest.raises(ValueError, match="does not hold captures"):
@@ -361,13 +362,13 @@ def test_the_command_goes_on_where_it_was_interrupted(
 
 
 def test_captures_are_measured_without_the_model(asked: list[object], folder: Path, tmp_path: Path) -> None:
-    file = tmp_path / "heads.safetensors"
+    file = tmp_path / "a folder" / "heads.safetensors"
     other = tmp_path / "other.json"
     other.write_text("{}")
     saving = ["--save-captures", file, "--output", tmp_path, "--name", "other"]
     code, out, err = run(folder, "--text", folder.parent / "long.txt", "--length", "64", *saving)
     assert (code, err) == (0, ""), "nothing is measured, so results that cannot be continued are in nobody's way"
-    assert f"muse tune --captures {file}" in out
+    assert f"muse tune --captures '{file}'" in out
     assert other.read_text() == "{}"
     common = ["--captures", file, "--only", COARSE, "--repeats", "1", "--device", "cpu", "--output", tmp_path / "out"]
     assert_refused(run(*common, "--length", "128"), "--repeat-captures")
@@ -420,6 +421,7 @@ def test_needles_are_looked_up(tmp_path: Path) -> None:
         (["--repeats", "0"], "cannot measure a time with 0 repeats"),
         (["--captures", "none.pt"], "there is no file 'none.pt' of captures"),
         (["--captures", "none.pt", "--save-captures", "x.safetensors"], "exclude each other"),
+        (["--save-captures", "."], "--save-captures . is a folder; name a file"),
         (["--groups"], "--groups needs --save-captures FILE"),
         (["--compact"], "--compact needs --save-captures FILE"),
         (["--name", "../x"], "must be a plain file name"),

@@ -145,7 +145,7 @@ def train(
             if recipe in GOES_ON_FROM and not chosen.initial and chosen.peak_rate == base.peak_rate:
                 say(
                     f"{recipe} has the rate of a run that starts from a model of the recipe {GOES_ON_FROM[recipe]}; "
-                    "give that model by --initial, or another --peak-rate"
+                    "give that model with --initial, or another --peak-rate"
                 )
         data = read_corpus(corpus)
         if continue_from is not None and overwrite:

@@ -14,7 +14,7 @@ from muse_attention.sizes import format_size, parse_size
 from muse_lab.benchmark.tuning import TuningResults, TuningSettings, candidates, clock_on, measure, paper_sizes
 from muse_lab.benchmark.tuning_report import shown, table_of, tuning_report, verdict
 from muse_lab.benchmark.workload import DTYPES
-from muse_lab.cli.app import RepeatCaptures, app, busy, user_errors
+from muse_lab.cli.app import RepeatCaptures, app, busy, make_folder, user_errors
 from muse_lab.cli.language_model import Model, Text, load_quietly, name_of
 from muse_lab.cli.measuring import Measurement, ModelRun, show
 from muse_lab.cli.options import Words, attentions, flag, option, with_option_groups
@@ -72,6 +72,8 @@ class _Options:
             raise ValueError("--groups needs --save-captures FILE: muse tune measures heads with keys of their own")
         if self.compact and self.saved is None:
             raise ValueError("--compact needs --save-captures FILE: it makes that file smaller")
+        if self.saved is not None and self.saved.is_dir():
+            raise ValueError(f"--save-captures {self.saved} is a folder; name a file")
         if self.error is not None and not self.error >= 0:
             raise ValueError(f"--error {self.error} must be a number of at least 0")
         for named in [*(self.attention or []), *(self.only or [])]:
@@ -104,10 +106,11 @@ def tune(context: typer.Context, options: _Options = _OPTIONS, run: ModelRun = _
         measurement = Measurement(context, TuningResults, writes, name, settled=dict.fromkeys(unused))
     with measurement.errors():
         if saved is not None:
+            make_folder(saved.parent)
             captured = _capture(options, run)
             with busy(f"writing {saved}"):
                 save_captures(captured, saved, compact=options.compact)
-            typer.echo(f"wrote {saved}; measure on it anywhere by: muse tune --captures {shlex.quote(str(saved))}")
+            typer.echo(f"wrote {saved}; measure on it anywhere with: muse tune --captures {shlex.quote(str(saved))}")
             return
         captured = _open(options, run)
         only = list(options.only or ())

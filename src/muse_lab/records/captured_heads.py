@@ -239,8 +239,11 @@ def load_captures(path: Path) -> Captures:
         return _read(path)
     except ImportError:
         raise ValueError(f"reading {path.name} needs the package safetensors; install it") from None
-    except Exception:  # each reader has errors of its own for other files
-        raise ValueError(f"{path} does not hold captures; write them with muse tune --save-captures FILE") from None
+    except Exception:  # safetensors has errors of its own for other files
+        fault = "does not hold captures"
+        if path.suffix == ".pt":
+            fault += " as safetensors, and captures saved by torch.save are not read any more"
+        raise ValueError(f"{path} {fault}; write them with muse tune --save-captures FILE") from None
 
 
 def _read(path: Path) -> Captures:

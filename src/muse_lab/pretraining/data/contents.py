@@ -30,7 +30,7 @@ def open_contents(place: str, *, largest: int) -> Fetch:
     folder = Path(place).expanduser() / "content"
     if not folder.is_dir():
         raise ValueError(
-            f"there are no contents in {place!r}; give a folder with content/ID files, or a URL, by --contents"
+            f"there are no contents in {place!r}; give a folder with content/ID files, or a URL, with --contents"
         )
 
     def read(blob_id: str) -> bytes:

@@ -222,7 +222,7 @@ def _without_copies(documents: Sequence[Spooled], reading: _Reading) -> list[Spo
         reasons = ", ".join(f"{number} {reason}" for reason, number in sorted(reading.skipped_documents.items()))
         raise ValueError(
             f"no document is left of {reading.counts['repositories']} repositories ({reasons or 'there are none'}); "
-            "give other sources, or other bounds by --smallest and --largest"
+            "give other sources, or other bounds with --smallest and --largest"
         )
     reading.counts["documents"] = len(firsts)
     return list(firsts.values())
