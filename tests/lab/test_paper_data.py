@@ -160,8 +160,8 @@ def test_a_corpus_of_prose_and_a_corpus_of_code_are_two(tmp_path: Path) -> None:
     ("words", "message"),
     [
         (("--content", "poems"), "unknown content 'poems'; use code or prose"),
-        (("--content", "prose", "--kind", "text"), "--content prose is taken out of repositories"),
-        (("--topic", "science_tech"), "--topic and --length-bucket are of LongMino, the kind dolma, not repositories"),
+        (("--content", "prose", "--kind", "text"), "--content prose is read from repositories only"),
+        (("--topic", "science_tech"), "--topic and --length-bucket are for LongMino (kind dolma), not repositories"),
     ],
 )
 def test_parts_that_a_kind_does_not_have(words: tuple[str, ...], message: str, tmp_path: Path) -> None:

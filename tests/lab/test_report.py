@@ -143,7 +143,7 @@ def test_files_of_others_are_not_replaced(good: Path) -> None:
         (good.parent / name).unlink()
     picture = good.with_name("good-curve.png")
     picture.touch()
-    with pytest.raises(FileExistsError, match="not of a report"):  # without a page of a report beside it
+    with pytest.raises(FileExistsError, match="not part of a report"):  # without a page of a report beside it
         check_replaceable([good.with_suffix(".md"), picture])
 
 

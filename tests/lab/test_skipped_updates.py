@@ -64,7 +64,7 @@ def test_a_batch_that_is_not_finite_is_skipped(corpus: Corpus, tmp_path: Path, p
     assert all("skipped" not in line for line in lines if line["step"] != 4)
     curves = TrainingCurves.of(lines)
     assert all(math.isfinite(number) for point in curves.points for number in point)
-    assert curves.tokens == lines[-1]["tokens"]
+    assert curves.points[-1].tokens == lines[-1]["tokens"]
 
 
 def test_a_run_that_is_resumed_skips_the_same(corpus: Corpus, tmp_path: Path, poison: Poison) -> None:
