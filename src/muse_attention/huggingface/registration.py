@@ -100,5 +100,8 @@ def _mask(**arguments: Any) -> Tensor | None:
 
 @functools.cache
 def _guard() -> None:
-    guard_models(_registered.__contains__)
-    guard_masks(_registered.__contains__, lambda name: _registered[name]["reads_masks"])
+    def is_registered(name: str | None) -> bool:  # (torch 2.11 does not compile `_registered.__contains__`)
+        return name in _registered
+
+    guard_models(is_registered)
+    guard_masks(is_registered, lambda name: _registered[name]["reads_masks"])

@@ -37,8 +37,9 @@ FROM_QUERIES = {
     256: {"num_warps": 4, "num_stages": 2},
     512: {"num_warps": 8, "num_stages": 1},
 }
-BY_REGISTERS = {256: {"num_warps": 8}}
-"""What differs in both where matrix units read operands from registers."""
+FROM_SUMMARIES_BY_REGISTERS = {256: {"num_warps": 8}}
+FROM_QUERIES_BY_REGISTERS = {256: {"num_warps": 8, "num_stages": 1}}
+"""What differs where matrix units read operands from registers."""
 _PARTS = 8
 """Programs that share the queries of a bucket that many retrieve, such as an attention sink."""
 _LEAST_ROWS_OF_PART = 2048
@@ -87,14 +88,15 @@ def add_to_keys(
     _summaries_backward_to_keys[grid](
         **shared, **gradients.arguments, centroids_ptr=heads.centroids, key_offset_ptr=heads.key_offset,
         numbers_ptr=columns.numbers, **geometry.sizes(*_SUMMARY_SIZES), IS_CAUSAL=geometry.is_causal,
-        IS_FROZEN=not geometry.config.differentiable_aggregation, **heads.fit(FROM_SUMMARIES, BY_REGISTERS),
+        IS_FROZEN=not geometry.config.differentiable_aggregation,
+        **heads.fit(FROM_SUMMARIES, FROM_SUMMARIES_BY_REGISTERS),
     )  # fmt: skip
     turns = fill(order.queries.new_empty(geometry.key_heads, grid[0]), 0)
     _queries_backward_to_keys[(*grid, _PARTS)](
         **shared, grad_out_ptr=grad_out, for_keys_ptr=row_softmax.for_keys, queries_ptr=heads.queries,
         query_order_ptr=order.queries, **list_tiles(first_rows, order, geometry), turns_ptr=turns,
         **geometry.sizes(*_QUERY_SIZES), SCALE=heads.scale, LEAST_TILES=_LEAST_ROWS_OF_PART // geometry.config.tile,
-        ROWS=geometry.rows, **heads.fit(FROM_QUERIES, BY_REGISTERS),
+        ROWS=geometry.rows, **heads.fit(FROM_QUERIES, FROM_QUERIES_BY_REGISTERS),
     )  # fmt: skip
 
 
