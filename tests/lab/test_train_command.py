@@ -57,7 +57,7 @@ def test_few_steps_shorten_the_warmup_unless_it_is_set(tmp_path: Path) -> None:
 def test_a_recipe_that_goes_on_from_another_asks_for_its_model(tmp_path: Path) -> None:
     asked = ("train", tmp_path / "nowhere", "--recipe", "far", "--device", "cpu", "--output", tmp_path / "out")
     assert run_muse(*asked)[2].splitlines()[0] == (
-        "muse: far has the rate of a run that starts from a model of the recipe near; give that model by "
+        "muse: far has the rate of a run that starts from a model of the recipe near; give that model with "
         "--initial, or another --peak-rate"
     )
     for more in (["--initial", "near/model"], ["--peak-rate", "0.002"]):
