@@ -12,7 +12,14 @@ from muse_attention.backends.triton.blockwise.geometry import (
     log2_floor,
 )
 from muse_attention.backends.triton.blockwise.heads import Heads
-from muse_attention.backends.triton.blockwise.pieces import list_tiles
+from muse_attention.backends.triton.blockwise.pieces import (
+    STRIP,
+    STRIP_SIZE,
+    begin_of_strips,
+    list_strips,
+    load_rows_of_strips,
+    load_strips,
+)
 from muse_attention.backends.triton.blockwise.rows import RowSoftmax
 from muse_attention.backends.triton.blockwise.summaries import ColumnGradients, Columns
 from muse_attention.backends.triton.device_functions import (
@@ -33,9 +40,9 @@ FROM_SUMMARIES = {
     512: {"CENTROIDS": 16, "num_warps": 8, "num_stages": 1},
 }
 FROM_QUERIES = {
-    128: {"num_warps": 4, "num_stages": 1, "maxnreg": 168},
-    256: {"num_warps": 4, "num_stages": 2},
-    512: {"num_warps": 8, "num_stages": 1},
+    128: {"ROWS": 32, "num_warps": 4, "num_stages": 3, "maxnreg": 144},
+    256: {"ROWS": 64, "num_warps": 4, "num_stages": 2},
+    512: {"ROWS": 64, "num_warps": 8, "num_stages": 1},
 }
 FROM_SUMMARIES_BY_REGISTERS = {256: {"num_warps": 8}}
 FROM_QUERIES_BY_REGISTERS = {256: {"num_warps": 8, "num_stages": 1}}
@@ -48,17 +55,7 @@ _SUMMARY_SIZES = (
     "length", "seen_blocks", "query_clusters", "key_clusters", "generations", "summarised", "key_tiles", "key_room",
     "shared_by",
 )  # fmt: skip
-_QUERY_SIZES = (
-    "length",
-    "block_size",
-    "blocks",
-    "seen_blocks",
-    "key_clusters",
-    "query_tiles",
-    "key_tiles",
-    "key_room",
-    "shared_by",
-)
+_QUERY_SIZES = ("length", "block_size", "blocks", "seen_blocks", "key_clusters", "key_tiles", "key_room", "shared_by")
 
 
 def add_to_keys(
@@ -94,9 +91,9 @@ def add_to_keys(
     turns = fill(order.queries.new_empty(geometry.key_heads, grid[0]), 0)
     _queries_backward_to_keys[(*grid, _PARTS)](
         **shared, grad_out_ptr=grad_out, for_keys_ptr=row_softmax.for_keys, queries_ptr=heads.queries,
-        query_order_ptr=order.queries, **list_tiles(first_rows, order, geometry), turns_ptr=turns,
-        **geometry.sizes(*_QUERY_SIZES), SCALE=heads.scale, LEAST_TILES=_LEAST_ROWS_OF_PART // geometry.config.tile,
-        ROWS=geometry.rows, **heads.fit(FROM_QUERIES, FROM_QUERIES_BY_REGISTERS),
+        query_order_ptr=order.queries, **list_strips(first_rows, order, geometry), turns_ptr=turns,
+        **geometry.sizes(*_QUERY_SIZES), SCALE=heads.scale, LEAST_STRIPS=_LEAST_ROWS_OF_PART // STRIP,
+        **heads.fit(FROM_QUERIES, FROM_QUERIES_BY_REGISTERS),
     )  # fmt: skip
 
 
@@ -179,26 +176,20 @@ def _summaries_backward_to_keys(
     _add_to_rows(grad_values_ptr, key_head * length, key_position, mask_key, d_values, DV, ACC)
 
 
-@triton.jit
-def _row_mask(entry, offs_row):
-    """[ROWS]: which rows of a listed tile attend to the keys: all from the first that retrieves them on."""
-    return (offs_row < ((entry >> 8) & 255)) & (offs_row >= (entry & 255))
-
-
-@kernel(stage="retrieval", do_not_specialize=_QUERY_SIZES)
+@kernel(stage="retrieval", do_not_specialize=[*_QUERY_SIZES, "tile_room"])
 def _queries_backward_to_keys(
     grad_keys_ptr, grad_values_ptr, grad_out_ptr, for_keys_ptr, queries_ptr, keys_ptr, values_ptr, query_order_ptr,
-    key_order_ptr, key_tile_begin_ptr, key_tile_info_ptr, lists_ptr, listed_ptr, turns_ptr, length,
-    block_size, blocks, seen_blocks, key_clusters, query_tiles, key_tiles, key_room, shared_by, SCALE: tl.constexpr,
-    LEAST_TILES: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    key_order_ptr, key_tile_begin_ptr, key_tile_info_ptr, strips_ptr, listed_ptr, turns_ptr, length, block_size, blocks,
+    seen_blocks, key_clusters, key_tiles, key_room, shared_by, tile_room, IS_CAUSAL: tl.constexpr, SCALE: tl.constexpr,
+    LEAST_STRIPS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     ACC: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of up to `KEYS` keys of one bucket, from a part of the tiles of queries that retrieve it.
+    """Gradients of up to `KEYS` keys of one bucket, from a part of the queries that retrieve it.
 
     Parts add their sums in turn, so that the order is fixed. (The GPU starts a part no later than those after it.)
 
     Grid: (seen blocks tiles, G, parts). `queries_ptr`: (H, N, D); `grad_out_ptr`: (H, N, DV); `for_keys_ptr` as in
-    `RowSoftmax`; `query_order_ptr`: (H, nb B) int32; lists as `list_tiles` returns them; `turns_ptr`: (G, seen blocks
+    `RowSoftmax`; `query_order_ptr`: (H, nb B) int32; lists as `list_strips` returns them; `turns_ptr`: (G, seen blocks
     tiles) int32, all 0; the others as in `_summaries_backward_to_keys`.
     """
     key_head = tl.program_id(1).to(tl.int64)
@@ -212,8 +203,9 @@ def _queries_backward_to_keys(
     for head in range(key_head * shared_by, (key_head + 1) * shared_by):
         bucket = (head * seen_blocks + block) * key_clusters + key_cluster
         longest = tl.maximum(longest, tl.load(listed_ptr + bucket))
-    tiles_per_part = tl.maximum(LEAST_TILES, tl.cdiv(longest, parts))
-    if part * tiles_per_part >= longest:
+    AT_ONCE: tl.constexpr = ROWS // STRIP_SIZE
+    strips_per_part = tl.maximum(LEAST_STRIPS, tl.cdiv(tl.cdiv(longest, parts), AT_ONCE) * AT_ONCE)
+    if part * strips_per_part >= longest:
         return
     key_position, mask_key, keys, values = _load_keys_of_tile(
         keys_ptr, values_ptr, key_order_ptr, key_tile_begin_ptr, tile, key_head, info & 255, length, seen_blocks,
@@ -221,25 +213,22 @@ def _queries_backward_to_keys(
     )  # fmt: skip
     d_keys = tl.zeros([KEYS, padded(D)], ACC)  # [KEYS, D]
     d_values = tl.zeros([KEYS, padded(DV)], ACC)  # [KEYS, DV]
-    offs_row = tl.arange(0, ROWS)
     for head in range(key_head * shared_by, (key_head + 1) * shared_by):
         bucket = (head * seen_blocks + block) * key_clusters + key_cluster
-        list_ptr = lists_ptr + bucket * blocks * query_tiles
-        first = part * tiles_per_part
-        number = tl.minimum(tl.load(listed_ptr + bucket), first + tiles_per_part)
+        list_ptr = strips_ptr + begin_of_strips(head, block, key_cluster, blocks, key_clusters, tile_room, IS_CAUSAL)
+        first = part * strips_per_part
+        number = tl.minimum(tl.load(listed_ptr + bucket), first + strips_per_part)
         head_base = head * blocks * block_size
-        order_ptr = query_order_ptr + head_base
-        # (The next rows' positions are loaded early.)
-        entry = tl.load(list_ptr + first, mask=first < number, other=0)
-        position = tl.load(order_ptr + (entry >> 16) + offs_row, mask=_row_mask(entry, offs_row), other=0)  # [ROWS]
-        for listed in range(first, number):
-            mask_row = _row_mask(entry, offs_row)  # [ROWS]
+        # (Positions are loaded one round ahead, strips two.)
+        place, position = load_rows_of_strips(query_order_ptr + head_base, load_strips(list_ptr, first, number, ROWS))
+        entry = load_strips(list_ptr, first + AT_ONCE, number, ROWS)
+        for begin in range(first, number, AT_ONCE):
+            mask_row = position >= 0  # [ROWS]
             query = load_rows(queries_ptr, head * length, position, mask_row, D)  # [ROWS, D]
             grad_out = load_rows(grad_out_ptr, head * length, position, mask_row, DV)  # [ROWS, DV]
-            # [ROWS] each
-            lse, delta = load_pairs(for_keys_ptr, head_base + (entry >> 16), offs_row, mask_row, float("inf"), 0.0)
-            entry = tl.load(list_ptr + listed + 1, mask=listed + 1 < number, other=0)
-            position = tl.load(order_ptr + (entry >> 16) + offs_row, mask=_row_mask(entry, offs_row), other=0)  # [ROWS]
+            lse, delta = load_pairs(for_keys_ptr, head_base, place, mask_row, float("inf"), 0.0)  # [ROWS] each
+            place, position = load_rows_of_strips(query_order_ptr + head_base, entry)
+            entry = load_strips(list_ptr, begin + 2 * AT_ONCE, number, ROWS)
             logits = dot(keys, tl.trans(query), ACC)  # [KEYS, ROWS]
             weights = exp_of_less(logits, lse[None, :], SCALE)  # [KEYS, ROWS]
             response = dot(values, tl.trans(grad_out), ACC)  # [KEYS, ROWS]

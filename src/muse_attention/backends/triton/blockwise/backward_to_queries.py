@@ -39,17 +39,16 @@ from muse_attention.backends.triton.runtime.launching import kernel
 from muse_attention.core.structures import Partial
 
 FROM_COLUMNS = {
-    128: {"COLUMNS": 64, "num_warps": 4, "num_stages": 2, "maxnreg": 168},
+    128: {"COLUMNS": 32, "num_warps": 4, "num_stages": 2, "maxnreg": 128},
     256: {"COLUMNS": 64, "num_warps": 4, "num_stages": 1},
     512: {"COLUMNS": 16, "num_warps": 4, "num_stages": 1},
 }
 FROM_KEYS = {
-    128: {"KEYS": 64, "num_warps": 4, "num_stages": 3, "maxnreg": 168},
+    128: {"KEYS": 32, "num_warps": 4, "num_stages": 2, "maxnreg": 128},
     256: {"KEYS": 32, "num_warps": 4, "num_stages": 2},
     512: {"KEYS": 16, "num_warps": 4, "num_stages": 1},
 }
-FROM_COLUMNS_BY_REGISTERS = {128: {"COLUMNS": 32}, 256: {"COLUMNS": 32, "num_warps": 8}}
-FROM_KEYS_BY_REGISTERS = {128: {"KEYS": 32}}
+FROM_COLUMNS_BY_REGISTERS = {256: {"COLUMNS": 32, "num_warps": 8}}
 """What differs where matrix units read operands from registers."""
 _TILE = 64
 
@@ -103,7 +102,7 @@ def add_to_queries(
         listed = list_pieces(first_rows, begin, end, order, geometry)
         _keys_backward_to_queries[(tiles, geometry.heads)](
             **shared, queries_ptr=heads.queries, keys_ptr=heads.keys, values_ptr=heads.values, key_order_ptr=order.keys,
-            **listed, **geometry.sizes(*SIZES_OF_KEYS), **heads.fit(FROM_KEYS, FROM_KEYS_BY_REGISTERS),
+            **listed, **geometry.sizes(*SIZES_OF_KEYS), **heads.fit(FROM_KEYS),
         )  # fmt: skip
     return row_softmax
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -22,9 +21,9 @@ from muse_attention.backends.triton.numbers import cdiv, padded
 from muse_attention.backends.triton.runtime.launching import kernel
 
 TO_SUMMARIES = {
-    128: {"COLUMNS": 64, "num_warps": 4, "num_stages": 1},
-    256: {"COLUMNS": 64, "num_warps": 4, "num_stages": 1},
-    512: {"COLUMNS": 16, "num_warps": 4, "num_stages": 1},
+    128: {"COLUMNS": 64, "ROWS": 32, "num_warps": 4, "num_stages": 2, "maxnreg": 128},
+    256: {"COLUMNS": 64, "ROWS": 64, "num_warps": 4, "num_stages": 1},
+    512: {"COLUMNS": 16, "ROWS": 64, "num_warps": 4, "num_stages": 1},
 }
 BY_REGISTERS = {128: {"COLUMNS": 32}, 256: {"COLUMNS": 32, "num_warps": 8}}
 """What differs where matrix units read operands from registers."""
@@ -38,6 +37,7 @@ def find_gradients_of_summaries(
     config = geometry.config
     gradients = ColumnGradients.new(columns)
     launch = heads.fit(TO_SUMMARIES, BY_REGISTERS)
+    launch = {**launch, "ROWS": min(launch["ROWS"], geometry.rows)}
     centroids = geometry.generations.number * config.query_clusters
     _far_backward_to_summaries[(cdiv(geometry.columns, launch["COLUMNS"]), centroids, geometry.heads)](
         grad_out_ptr=grad_out, for_summaries_ptr=row_softmax.for_summaries, residuals_ptr=residuals.residuals,
@@ -45,16 +45,9 @@ def find_gradients_of_summaries(
         tile_begin_ptr=order.query_tile_begin, tile_info_ptr=order.query_tile_info,
         tiles_before_ptr=order.query_tiles_before, first_rows_ptr=first_rows, **gradients.arguments,
         **geometry.sizes(*SIZES_OF_COLUMNS), IS_CAUSAL=geometry.is_causal, SECOND_ORDER=config.uses_second_order,
-        IS_FROZEN=not config.differentiable_aggregation, TILE=config.tile, ROWS=geometry.rows, **heads.compiled,
-        **launch,
+        IS_FROZEN=not config.differentiable_aggregation, TILE=config.tile, **heads.compiled, **launch,
     )  # fmt: skip
     return gradients
-
-
-@triton.jit
-def _rows_of_tile(number, tiles, rows_of_last, TILE: tl.constexpr):
-    """The rows of a tile of a cluster: all tiles but the last are full; 0 after the last."""
-    return tl.where(number < tiles - 1, TILE, tl.where(number < tiles, rows_of_last, 0))
 
 
 @kernel(stage="attention to summaries", do_not_specialize=SIZES_OF_COLUMNS)
@@ -93,6 +86,7 @@ def _far_backward_to_summaries(
     d_values = tl.zeros([COLUMNS, padded(DV)], ACC)  # [COLUMNS, DV]
     d_mass = tl.zeros([COLUMNS], ACC)
     offs_row = tl.arange(0, ROWS)
+    STEP: tl.constexpr = min(ROWS, TILE)
     for own_block in range(first_block, end_block):
         block_index = head * blocks + own_block
         before_ptr = tiles_before_ptr + block_index * (query_clusters + 1) + cluster
@@ -100,31 +94,33 @@ def _far_backward_to_summaries(
         tiles -= first_tile
         block = offs_column // key_clusters  # [COLUMNS]
         is_seen = block < own_block if IS_CAUSAL else block != own_block  # [COLUMNS]
-        # (The tiles of a cluster are consecutive.)
+        # (The tiles of a cluster are consecutive, and all but the last are full.)
         tile = block_index * query_tiles + first_tile
-        begin = head * blocks * block_size + tl.load(tile_begin_ptr + tile, mask=tiles > 0, other=0)
+        place = head * blocks * block_size + tl.load(tile_begin_ptr + tile, mask=tiles > 0, other=0)
         rows_of_last = tl.load(tile_info_ptr + tile + tiles - 1, mask=tiles > 0, other=0) & 255
+        rows = tl.maximum((tiles - 1) * TILE + rows_of_last, 0)
         # (The next rows' positions are loaded early.)
-        next_mask = offs_row < _rows_of_tile(0, tiles, rows_of_last, TILE)  # [ROWS]
-        next_position = tl.load(query_order_ptr + begin + offs_row, mask=next_mask, other=0)  # [ROWS]
-        for number_of_tile in range(0, tiles):
+        next_mask = offs_row < tl.minimum(rows, STEP)  # [ROWS]
+        next_position = tl.load(query_order_ptr + place + offs_row, mask=next_mask, other=0)  # [ROWS]
+        for begin in range(0, rows, STEP):
             mask_row, position = next_mask, next_position
-            place = begin + number_of_tile * TILE
-            next_mask = offs_row < _rows_of_tile(number_of_tile + 1, tiles, rows_of_last, TILE)  # [ROWS]
-            next_position = tl.load(query_order_ptr + place + TILE + offs_row, mask=next_mask, other=0)  # [ROWS]
-            residual = load_rows(residuals_ptr, place, offs_row, mask_row, D)  # [ROWS, D]
+            next_mask = offs_row < tl.minimum(rows - begin - STEP, STEP)  # [ROWS]
+            ptrs = query_order_ptr + place + begin + STEP + offs_row  # [ROWS]
+            next_position = tl.load(ptrs, mask=next_mask, other=0)  # [ROWS]
+            residual = load_rows(residuals_ptr, place + begin, offs_row, mask_row, D)  # [ROWS, D]
             grad_out = load_rows(grad_out_ptr, head * length, position, mask_row, DV)  # [ROWS, DV]
-            lse, delta = load_pairs(for_summaries_ptr, place, offs_row, mask_row, float("inf"), 0.0)  # [ROWS] each
-            wanted_ptrs = first_rows_ptr + (tile + number_of_tile) * seen_blocks * key_clusters + offs_column
+            # [ROWS] each
+            lse, delta = load_pairs(for_summaries_ptr, place + begin, offs_row, mask_row, float("inf"), 0.0)
+            wanted_ptrs = first_rows_ptr + (tile + begin // TILE) * seen_blocks * key_clusters + offs_column
             first_row = tl.load(wanted_ptrs, mask=mask_column & is_seen, other=0).to(tl.int32)  # [COLUMNS]
             # [COLUMNS, ROWS]
             logits = dot(means, tl.trans(residual), ACC) + masses[:, None]
             if SECOND_ORDER:
-                width = tl.load(width_ptr + place + offs_row, mask=mask_row, other=0.0)  # [ROWS]
+                width = tl.load(width_ptr + place + begin + offs_row, mask=mask_row, other=0.0)  # [ROWS]
                 sigma = deviations[:, None] * width[None, :]  # [COLUMNS, ROWS]
                 within = tl.minimum(sigma, limits[:, None])  # [COLUMNS, ROWS]
                 logits += within * (sigma - 0.5 * within)
-            logits = tl.where(offs_row[None, :] < first_row[:, None], logits, float("-inf"))
+            logits = tl.where(begin % TILE + offs_row[None, :] < first_row[:, None], logits, float("-inf"))
             weights = exp_of_less(logits, lse[None, :])  # [COLUMNS, ROWS]
             response = dot(values, tl.trans(grad_out), ACC)  # [COLUMNS, ROWS]
             d_logits = weights * (response - delta[None, :])  # [COLUMNS, ROWS]

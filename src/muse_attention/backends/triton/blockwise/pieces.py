@@ -1,4 +1,4 @@
-"""Lists of the pieces of keys that each tile of queries retrieves, and of the tiles that retrieve each bucket.
+"""Lists of the pieces of keys that each tile of queries retrieves, and of the queries that retrieve each bucket.
 
 The pieces of a tile are sorted by the first row that wants them. Pieces that only later rows want come after all that
 an earlier row attends to, so they do not change a bit of its sums.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -26,7 +25,13 @@ _SIZES = ("blocks", "seen_blocks", "key_clusters", "query_tiles", "shared_by")
 SIZES_OF_KEYS = ("length", "block_size", "blocks", "seen_blocks", "query_tiles", "key_room", "shared_by")
 """Sizes that a kernel needs to find the keys that a tile retrieves."""
 
+LIST_PIECES = {"COLUMNS": 512, "WANTED": 64, "num_warps": 4, "maxnreg": 96}
+LIST_STRIPS = {"COLUMNS": 16, "TILES": 64, "num_warps": 4}
+STRIP = 16
+"""Rows of a strip."""
+
 PIECE_SIZE = tl.constexpr(PIECE)
+STRIP_SIZE = tl.constexpr(STRIP)
 NO_ROW = tl.constexpr(255)
 
 
@@ -62,7 +67,7 @@ def list_pieces(first_rows: Tensor, begin: int, end: int, order: Order, geometry
     _list_pieces_of_tile[(blocks * tiles, geometry.heads)](
         first_rows_ptr=first_rows, tile_info_ptr=order.query_tile_info, key_starts_ptr=order.key_starts,
         key_sizes_ptr=order.key_sizes, wanted_ptr=wanted, **lists, begin=begin, end=end, **geometry.sizes(*_SIZES),
-        IS_CAUSAL=geometry.is_causal, ROWS=geometry.rows, COLUMNS=512, WANTED=64, num_warps=4, maxnreg=96,
+        IS_CAUSAL=geometry.is_causal, ROWS=geometry.rows, **LIST_PIECES,
     )  # fmt: skip
     return lists
 
@@ -172,55 +177,93 @@ def load_listed(list_ptr, key_order_ptr, begin, number, KEYS: tl.constexpr):
     return position, tl.where(position >= 0, entry & 255, 255)
 
 
-def list_tiles(first_rows: Tensor, order: Order, geometry: Geometry) -> dict[str, Any]:
-    """Arguments of kernels: the tiles of queries that retrieve each bucket, from (H, nb, tiles, seen blocks K) first
-    rows.
+def list_strips(first_rows: Tensor, order: Order, geometry: Geometry) -> dict[str, Any]:
+    """Arguments of kernels: the strips of queries that retrieve each bucket, from (H, nb, tiles, seen blocks K) first
+    rows. A strip is up to `STRIP_SIZE` rows of a tile; those before the first row that wants the bucket are left out.
 
-    `lists_ptr`: (H, seen blocks K, nb tiles) int64, the first place of each tile times 2^16, plus its rows times 256,
-    plus the first row that retrieves the bucket; `listed_ptr`: (H, seen blocks K) int32, their number.
+    `strips_ptr`: (H, room) int32, the first place of each strip times 256, plus the first of its rows that attends to
+    the bucket times 16, plus the last; `listed_ptr`: (H, seen blocks K) int32, their number. `tile_room` is that of the
+    tiles of a block.
     """
-    shape = (geometry.heads, geometry.columns)
-    tiles = geometry.blocks * geometry.query_tiles
-    lists = order.queries.new_empty(*shape, tiles, dtype=torch.int64)
-    arguments = {"lists_ptr": lists, "listed_ptr": order.queries.new_empty(shape)}
-    columns = min(64, power_of_two(geometry.columns))
-    _list_tiles_of_buckets[(cdiv(geometry.columns, columns), geometry.heads)](
+    blocks = geometry.blocks
+    tile_room = geometry.query_tiles * (geometry.rows // STRIP)
+    room = geometry.config.key_clusters * tile_room * (blocks * (blocks - 1) // 2 if geometry.is_causal else blocks**2)
+    arguments = {
+        "strips_ptr": order.queries.new_empty(geometry.heads, room),
+        "listed_ptr": order.queries.new_empty(geometry.heads, geometry.columns),
+        "tile_room": tile_room,
+        "IS_CAUSAL": geometry.is_causal,
+    }
+    columns = min(LIST_STRIPS["COLUMNS"], power_of_two(geometry.columns))
+    _list_strips_of_buckets[(cdiv(geometry.columns, columns), geometry.heads)](
         first_rows_ptr=first_rows, tile_begin_ptr=order.query_tile_begin, tile_info_ptr=order.query_tile_info,
-        **arguments, tiles=tiles, columns=geometry.columns, **geometry.sizes("key_clusters", "query_tiles"),
-        IS_CAUSAL=geometry.is_causal, COLUMNS=columns, TILES=64,
+        **arguments, columns=geometry.columns, **geometry.sizes("blocks", "key_clusters", "query_tiles"),
+        MOST=geometry.rows // STRIP, **{**LIST_STRIPS, "COLUMNS": columns},
     )  # fmt: skip
     return arguments
 
 
-@kernel(stage="selection", do_not_specialize=["tiles", "columns", "key_clusters", "query_tiles"])
-def _list_tiles_of_buckets(
-    first_rows_ptr, tile_begin_ptr, tile_info_ptr, lists_ptr, listed_ptr, tiles, columns, key_clusters, query_tiles,
-    IS_CAUSAL: tl.constexpr, COLUMNS: tl.constexpr, TILES: tl.constexpr,
+@triton.jit
+def begin_of_strips(head, block, key_cluster, blocks, key_clusters, tile_room, IS_CAUSAL: tl.constexpr):
+    """The index at which the list of a bucket begins; a later block sees it if there `IS_CAUSAL` is set."""
+    if IS_CAUSAL:
+        before = block * (2 * blocks - 1 - block) // 2 * key_clusters + key_cluster * (blocks - 1 - block)
+        return (head * (blocks * (blocks - 1) // 2 * key_clusters) + before) * tile_room
+    else:
+        return ((head * blocks + block) * key_clusters + key_cluster) * blocks * tile_room
+
+
+@kernel(stage="selection", do_not_specialize=["tile_room", "columns", "blocks", "key_clusters", "query_tiles"])
+def _list_strips_of_buckets(
+    first_rows_ptr, tile_begin_ptr, tile_info_ptr, strips_ptr, listed_ptr, tile_room, columns, blocks, key_clusters,
+    query_tiles, IS_CAUSAL: tl.constexpr, COLUMNS: tl.constexpr, TILES: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
-    """List the tiles that want each of some columns, in order.
+    """List the strips that want each of some columns, in order. A tile has at most `MOST`.
 
     Grid: (columns / COLUMNS, H). `first_rows_ptr`: (H, nb tiles, columns) uint8; `tile_begin_ptr`, `tile_info_ptr`:
-    (H, nb tiles) int32; the others as `list_tiles` returns them.
+    (H, nb tiles) int32; the others as `list_strips` returns them.
     """
     head = tl.program_id(1).to(tl.int64)
+    tiles = blocks * query_tiles
     offs_column, offs_tile = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, TILES)
     mask_column = offs_column < columns  # [COLUMNS]
+    block, key_cluster = offs_column // key_clusters, offs_column % key_clusters  # [COLUMNS] each
+    next_strip = begin_of_strips(head, block, key_cluster, blocks, key_clusters, tile_room, IS_CAUSAL)  # [COLUMNS]
     count = tl.zeros([COLUMNS], tl.int32)
     # (Blocks up to that of the first column do not see any.)
     begin = (tl.program_id(0) * COLUMNS // key_clusters + 1) * query_tiles if IS_CAUSAL else 0
-    column_base = (head * columns + offs_column) * tiles  # [COLUMNS]
     for first in range(begin, tiles, TILES):
         tile = head * tiles + first + offs_tile  # [TILES]
         mask_tile = first + offs_tile < tiles  # [TILES]
         ptrs = first_rows_ptr + tile[:, None] * columns + offs_column[None, :]  # [TILES, COLUMNS]
         first_row = tl.load(ptrs, mask=mask_tile[:, None] & mask_column[None, :], other=255).to(tl.int32)
-        is_wanted = (first_row < NO_ROW).to(tl.int32)  # [TILES, COLUMNS]
-        number = tl.sum(is_wanted, 0)  # [COLUMNS]
-        if tl.max(number, 0) > 0:
-            start = tl.load(tile_begin_ptr + tile, mask=mask_tile, other=0).to(tl.int64)  # [TILES]
-            rows = tl.load(tile_info_ptr + tile, mask=mask_tile, other=0) & 255  # [TILES]
-            entry = (start * 256 + rows)[:, None] * 256 + first_row  # [TILES, COLUMNS]
-            target = column_base[None, :] + count[None, :] + tl.cumsum(is_wanted, 0) - 1  # [TILES, COLUMNS]
-            tl.store(lists_ptr + target, entry, mask=is_wanted > 0)
-            count += number
+        rows = tl.load(tile_info_ptr + tile, mask=mask_tile, other=0) & 255  # [TILES]
+        # [TILES, COLUMNS]
+        number = tl.maximum(tl.cdiv(rows, STRIP_SIZE)[:, None] - first_row // STRIP_SIZE, 0)
+        total = tl.sum(number, 0)  # [COLUMNS]
+        if tl.max(total, 0) > 0:
+            place = tl.load(tile_begin_ptr + tile, mask=mask_tile, other=0)  # [TILES]
+            target = (next_strip + count)[None, :] + tl.cumsum(number, 0) - number  # [TILES, COLUMNS]
+            for strip in range(0, MOST):
+                row = (first_row // STRIP_SIZE + strip) * STRIP_SIZE  # [TILES, COLUMNS]
+                last = tl.minimum(rows[:, None] - 1 - row, STRIP_SIZE - 1)  # [TILES, COLUMNS]
+                entry = (place[:, None] + row) * 256 + tl.maximum(first_row - row, 0) * STRIP_SIZE + last
+                tl.store(strips_ptr + target + strip, entry, mask=strip < number)
+            count += total
     tl.store(listed_ptr + head * columns + offs_column, count, mask=mask_column)
+
+
+@triton.jit
+def load_strips(strips_ptr, begin, number, ROWS: tl.constexpr):
+    """The entry of a strip for each of its rows, for strips from `begin` on, [ROWS]. `number` is that of all strips."""
+    offs_strip = begin + tl.arange(0, ROWS) // STRIP_SIZE  # [ROWS]
+    return load_once(strips_ptr + offs_strip, offs_strip < number, (STRIP_SIZE - 1) * STRIP_SIZE)
+
+
+@triton.jit
+def load_rows_of_strips(query_order_ptr, entry):
+    """Places and positions of the rows of listed strips, [ROWS] each; a position is negative where there is no row."""
+    offs_row = tl.arange(0, entry.shape[0]) % STRIP_SIZE  # [ROWS]
+    place = ((entry >> 8) & 0xFFFFFF) + offs_row  # [ROWS]
+    mask_row = (offs_row >= ((entry >> 4) & 15)) & (offs_row <= (entry & 15))  # [ROWS]
+    return place, load_once(query_order_ptr + place, mask_row, -1)
