@@ -24,9 +24,9 @@ class Default(NamedTuple):
 
 DEFAULTS = (
     Default(LONGEST_EXACT, "Q16K64T0.01", blocks=8),
-    Default(16 * 1024, "Q4K32T0.05", blocks=8),
+    Default(16 * 1024, "Q8K32T0.04", blocks=8),
     Default(32 * 1024, "Q8K32T0.05", blocks=16),
-    Default(128 * 1024, "Q8K32T0.1", blocks=32),
+    Default(128 * 1024, "Q8K32T0.06", blocks=32),
     Default(None, "Q8K64T0.1,block_size=8192"),
 )
 """From short sequences to long ones; the first that serves a length is taken.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -47,7 +48,10 @@ def time_interleaved(
     repeats: int,
     on_turn: Callable[[int, int], None] = lambda round_number, attention: None,
 ) -> list[Times]:
-    """`Times` of each attention, run in turn: A B C, A B C, ..., `repeats` + 1 rounds.
+    """`Times` of each attention, run in turn for `repeats` + 1 rounds: A B C, C A B, ...
+
+    Each round has another order, always the same in the same round: a GPU is slower just after it worked hard, and no
+    attention is to follow another one every time.
 
     `on_turn` is told the number of the round, and that of the attention whose turn it is. Round 0 is a warm-up and is
     not counted. On a CPU, an attention that takes more than `LONG_RUN_SECONDS` has its warm-up counted as its first
@@ -55,13 +59,13 @@ def time_interleaved(
     """
     runs: list[list[tuple[float, float]]] = [[] for _ in attentions]
     for round_number in range(repeats + 1):
-        for turn, (attention, finished) in enumerate(zip(attentions, runs, strict=True)):
+        for turn in random.Random(round_number).sample(range(len(attentions)), len(attentions)):
             on_turn(round_number, turn)
-            if len(finished) == repeats:
+            if len(runs[turn]) == repeats:
                 continue
-            seconds = time_once(attention, workload)
+            seconds = time_once(attentions[turn], workload)
             if round_number > 0 or (workload.device.type == "cpu" and seconds[1] > LONG_RUN_SECONDS):
-                finished.append(seconds)
+                runs[turn].append(seconds)
     return [
         Times(tuple(forward for forward, _ in finished), tuple(total for _, total in finished)) for finished in runs
     ]

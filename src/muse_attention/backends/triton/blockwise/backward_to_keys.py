@@ -35,19 +35,19 @@ from muse_attention.backends.triton.numbers import padded
 from muse_attention.backends.triton.runtime.launching import kernel
 
 FROM_SUMMARIES = {
-    128: {"CENTROIDS": 16, "num_warps": 4, "num_stages": 2, "maxnreg": 128},
+    128: {"CENTROIDS": 16, "num_warps": 4, "num_stages": 1, "maxnreg": 128},
     256: {"CENTROIDS": 16, "num_warps": 4, "num_stages": 2},
     512: {"CENTROIDS": 16, "num_warps": 8, "num_stages": 1},
 }
 FROM_QUERIES = {
     128: {"ROWS": 32, "num_warps": 4, "num_stages": 3, "maxnreg": 144},
-    256: {"ROWS": 64, "num_warps": 4, "num_stages": 2},
+    256: {"ROWS": 32, "num_warps": 4, "num_stages": 3},
     512: {"ROWS": 64, "num_warps": 8, "num_stages": 1},
 }
 FROM_SUMMARIES_BY_REGISTERS = {256: {"num_warps": 8}}
 FROM_QUERIES_BY_REGISTERS = {256: {"num_warps": 8, "num_stages": 1}}
 """What differs where matrix units read operands from registers."""
-_PARTS = 8
+_PARTS = 4
 """Programs that share the queries of a bucket that many retrieve, such as an attention sink."""
 _LEAST_ROWS_OF_PART = 2048
 """Queries that each of them has at least: every program rounds what it adds."""
@@ -89,10 +89,10 @@ def add_to_keys(
         **heads.fit(FROM_SUMMARIES, FROM_SUMMARIES_BY_REGISTERS),
     )  # fmt: skip
     turns = fill(order.queries.new_empty(geometry.key_heads, grid[0]), 0)
-    _queries_backward_to_keys[(*grid, _PARTS)](
+    _queries_backward_to_keys[(grid[0] * _PARTS, grid[1])](
         **shared, grad_out_ptr=grad_out, for_keys_ptr=row_softmax.for_keys, queries_ptr=heads.queries,
         query_order_ptr=order.queries, **list_strips(first_rows, order, geometry), turns_ptr=turns,
-        **geometry.sizes(*_QUERY_SIZES), SCALE=heads.scale, LEAST_STRIPS=_LEAST_ROWS_OF_PART // STRIP,
+        **geometry.sizes(*_QUERY_SIZES), SCALE=heads.scale, LEAST_STRIPS=_LEAST_ROWS_OF_PART // STRIP, PARTS=_PARTS,
         **heads.fit(FROM_QUERIES, FROM_QUERIES_BY_REGISTERS),
     )  # fmt: skip
 
@@ -181,30 +181,30 @@ def _queries_backward_to_keys(
     grad_keys_ptr, grad_values_ptr, grad_out_ptr, for_keys_ptr, queries_ptr, keys_ptr, values_ptr, query_order_ptr,
     key_order_ptr, key_tile_begin_ptr, key_tile_info_ptr, strips_ptr, listed_ptr, turns_ptr, length, block_size, blocks,
     seen_blocks, key_clusters, key_tiles, key_room, shared_by, tile_room, IS_CAUSAL: tl.constexpr, SCALE: tl.constexpr,
-    LEAST_STRIPS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    ACC: tl.constexpr,
+    LEAST_STRIPS: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr,
+    DV: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """Gradients of up to `KEYS` keys of one bucket, from a part of the queries that retrieve it.
 
     Parts add their sums in turn, so that the order is fixed. (The GPU starts a part no later than those after it.)
 
-    Grid: (seen blocks tiles, G, parts). `queries_ptr`: (H, N, D); `grad_out_ptr`: (H, N, DV); `for_keys_ptr` as in
+    Grid: (seen blocks tiles parts, G). `queries_ptr`: (H, N, D); `grad_out_ptr`: (H, N, DV); `for_keys_ptr` as in
     `RowSoftmax`; `query_order_ptr`: (H, nb B) int32; lists as `list_strips` returns them; `turns_ptr`: (G, seen blocks
     tiles) int32, all 0; the others as in `_summaries_backward_to_keys`.
     """
     key_head = tl.program_id(1).to(tl.int64)
-    tile = key_head * tl.num_programs(0) + tl.program_id(0)
+    number_of_tile, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
+    tile = key_head * (tl.num_programs(0) // PARTS) + number_of_tile
     info = tl.load(key_tile_info_ptr + tile)
     if info == 0:
         return
-    block, key_cluster = tl.program_id(0) // key_tiles, info >> 8
-    part, parts = tl.program_id(2), tl.num_programs(2)
+    block, key_cluster = number_of_tile // key_tiles, info >> 8
     longest = 0
     for head in range(key_head * shared_by, (key_head + 1) * shared_by):
         bucket = (head * seen_blocks + block) * key_clusters + key_cluster
         longest = tl.maximum(longest, tl.load(listed_ptr + bucket))
     AT_ONCE: tl.constexpr = ROWS // STRIP_SIZE
-    strips_per_part = tl.maximum(LEAST_STRIPS, tl.cdiv(tl.cdiv(longest, parts), AT_ONCE) * AT_ONCE)
+    strips_per_part = tl.maximum(LEAST_STRIPS, tl.cdiv(tl.cdiv(longest, PARTS), AT_ONCE) * AT_ONCE)
     if part * strips_per_part >= longest:
         return
     key_position, mask_key, keys, values = _load_keys_of_tile(

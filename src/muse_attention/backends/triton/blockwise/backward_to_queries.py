@@ -45,7 +45,7 @@ FROM_COLUMNS = {
 }
 FROM_KEYS = {
     128: {"KEYS": 32, "num_warps": 4, "num_stages": 2, "maxnreg": 128},
-    256: {"KEYS": 32, "num_warps": 4, "num_stages": 2},
+    256: {"KEYS": 32, "num_warps": 4, "num_stages": 2, "maxnreg": 168},
     512: {"KEYS": 16, "num_warps": 4, "num_stages": 1},
 }
 FROM_COLUMNS_BY_REGISTERS = {256: {"COLUMNS": 32, "num_warps": 8}}

@@ -21,8 +21,8 @@ from muse_attention.backends.triton.numbers import cdiv, padded
 from muse_attention.backends.triton.runtime.launching import kernel
 
 TO_SUMMARIES = {
-    128: {"COLUMNS": 64, "ROWS": 32, "num_warps": 4, "num_stages": 2, "maxnreg": 128},
-    256: {"COLUMNS": 64, "ROWS": 64, "num_warps": 4, "num_stages": 1},
+    128: {"COLUMNS": 64, "ROWS": 64, "num_warps": 4, "num_stages": 1},
+    256: {"COLUMNS": 64, "ROWS": 32, "num_warps": 4, "num_stages": 1},
     512: {"COLUMNS": 16, "ROWS": 64, "num_warps": 4, "num_stages": 1},
 }
 BY_REGISTERS = {128: {"COLUMNS": 32}, 256: {"COLUMNS": 32, "num_warps": 8}}

@@ -31,14 +31,14 @@ from muse_attention.config import MuSeConfig
 from muse_attention.core.precision import compute_dtype
 from muse_attention.core.shuffle import seeded_shuffle
 
-_PARTS = 16
+_PARTS = 8
 """Programs that share a sequence."""
 _PARTS_OF_SPREAD = 8
 """Programs that share a block when squares are summed."""
 _TILES = 4
 """Tiles of vectors per program."""
 SUM_MEMBERS: dict[bool, dict[str, int]] = {
-    True: {"num_warps": 4, "num_stages": 1, "maxnreg": 168},
+    True: {"num_warps": 4, "num_stages": 1, "maxnreg": 128},
     False: {"num_warps": 8, "num_stages": 2},
 }
 """For up to 128 clusters, and for more."""

@@ -25,8 +25,8 @@ _SIZES = ("blocks", "seen_blocks", "key_clusters", "query_tiles", "shared_by")
 SIZES_OF_KEYS = ("length", "block_size", "blocks", "seen_blocks", "query_tiles", "key_room", "shared_by")
 """Sizes that a kernel needs to find the keys that a tile retrieves."""
 
-LIST_PIECES = {"COLUMNS": 512, "WANTED": 64, "num_warps": 4, "maxnreg": 96}
-LIST_STRIPS = {"COLUMNS": 16, "TILES": 64, "num_warps": 4}
+LIST_PIECES = {"COLUMNS": 512, "WANTED": 16, "num_warps": 1}
+LIST_STRIPS = {"COLUMNS": 8, "TILES": 128, "num_warps": 4}
 STRIP = 16
 """Rows of a strip."""
 
