@@ -24,7 +24,7 @@ from muse_attention.backends.triton.nearest import (
     rows_with_scores,
     store_centroids,
 )
-from muse_attention.backends.triton.numbers import accumulator, cdiv, padded, power_of_two
+from muse_attention.backends.triton.numbers import accumulator, cdiv, fitting, padded, power_of_two
 from muse_attention.backends.triton.runtime.launching import kernel
 from muse_attention.backends.triton.runtime.remembering import once
 from muse_attention.config import MuSeConfig
@@ -37,11 +37,12 @@ _PARTS_OF_SPREAD = 8
 """Programs that share a block when squares are summed."""
 _TILES = 4
 """Tiles of vectors per program."""
-SUM_MEMBERS: dict[bool, dict[str, int]] = {
-    True: {"num_warps": 4, "num_stages": 1, "maxnreg": 128},
-    False: {"num_warps": 8, "num_stages": 2},
+SUM_MEMBERS = {
+    128: {"num_warps": 4, "num_stages": 1, "maxnreg": 128},
+    512: {"num_warps": 4, "num_stages": 1, "maxnreg": 168},
 }
-"""For up to 128 clusters, and for more."""
+"""For up to 128 clusters."""
+SUM_MEMBERS_OF_MANY = {"num_warps": 8, "num_stages": 2}
 _SIZES = ("query_heads", "generations", "seen_blocks", "length", "block_size", "query_clusters", "key_clusters")
 
 
@@ -106,7 +107,7 @@ def cluster(
     for _ in range(config.lloyd_iterations):
         _sum_members_of_sequence[(parts, *sequence_grid)](
             **shared, **in_parts, sample=config.lloyd_sample, CP=padded(clusters), TILE=tile,
-            **SUM_MEMBERS[clusters <= 128],
+            **(fitting(SUM_MEMBERS, head_dim, head_dim, queries.dtype) if clusters <= 128 else SUM_MEMBERS_OF_MANY),
         )  # fmt: skip
         _mean_of_sequence[(cdiv(clusters, 16), *sequence_grid)](**shared, **in_parts, parts=parts, TILE=16)
     _assign_to_nearest[(cdiv(config.block_size, tile * _TILES), geometry.blocks, heads + key_heads)](
