@@ -1,6 +1,6 @@
 """The tables of docs/context-extension.md: `python -m docs_build.extension_table`.
 
-One pair of tables for each sitting: the present default, and an earlier one.
+One pair of tables for each default: the present one, and an earlier one.
 """
 
 from __future__ import annotations

@@ -97,18 +97,19 @@ def _extension_rows() -> list[Row]:
     """Means over seeds, of the same tokens."""
     exact, muse, _ = read_compared()
     losses = [mean(run.after["all"] for run in kind.runs) for kind in (exact, muse)]
+    numbers = len(muse.runs), len(exact.runs)
+    seeds = f"{numbers[0]} seeds" + (" each" if numbers[0] == numbers[1] else f", exact {numbers[1]}")
     return [
         Row(
             "SmolLM2-135M extended from 8k to 32k, training speed",
-            *(f"{round(kind.speed, -3):,.0f} tokens/s" for kind in (exact, muse)),
+            *(f"{round(kind.speed, -2):,.0f} tokens/s" for kind in (exact, muse)),
             f"**{muse.speed / exact.speed:.2f}x** as fast",
             PAGE,
         ),
         Row(
             "Its held-out loss after the same tokens",
             *(f"{loss:.4f}" for loss in losses),
-            f"{muse.gap.lstrip('+-')} {'lower' if mean(muse.gaps) < 0 else 'higher'}; {len(muse.runs)} seeds, exact "
-            f"{len(exact.runs)}",
+            f"{muse.gap.lstrip('+-')} {'lower' if mean(muse.gaps) < 0 else 'higher'}; {seeds}",
             PAGE,
         ),
     ]

@@ -32,7 +32,7 @@ DEFAULTS = (
 """From short sequences to long ones; the first that serves a length is taken.
 
 Up to 8k nothing is faster than exact attention on a GPU, and the default is the one that is closest to it. What was
-measured, and why these: docs/dev/lab-log.md, "Blockwise MuSe", and benchmarks/speed.
+measured, and why these: docs/dev/lab-log.md, from "Blockwise MuSe" on, and benchmarks/speed.
 """
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import itertools
 import json
 import re
 import sys
@@ -93,7 +94,8 @@ def test_every_matched_name_is_the_name_of_an_attention(kind: str) -> None:
         get_attention(at_matched_sparsity(kind, length))
 
 
-def test_attentions_take_turns_and_the_warm_up_is_not_counted() -> None:
+@pytest.mark.parametrize(("names", "repeats"), [("ab", 3), ("abc", 2)])
+def test_attentions_take_turns_and_the_warm_up_is_not_counted(names: str, repeats: int) -> None:
     turns: list[str] = []
 
     def named(name: str) -> AttentionCall:
@@ -105,14 +107,17 @@ def test_attentions_take_turns_and_the_warm_up_is_not_counted() -> None:
 
     work = small_workload()
     told: list[tuple[int, int]] = []
-    every = time_interleaved([named(name) for name in "abc"], work, 5, lambda number, turn: told.append((number, turn)))
-    assert turns == ["abc"[turn] for _, turn in told]
-    assert [number for number, _ in told] == [number for number in range(6) for _ in range(3)]
-    rounds = ["".join(turns[begin : begin + 3]) for begin in range(0, 18, 3)]
-    assert all(sorted(order) == ["a", "b", "c"] for order in rounds)
-    assert len({order[order.index("b") - 1] for order in rounds if order[0] != "b"}) == 2, "b always follows the same"
+    every = time_interleaved(
+        [named(name) for name in names], work, repeats, lambda round_number, number: told.append((round_number, number))
+    )
+    assert turns == [names[number] for _, number in told]
+    assert [round_number for round_number, _ in told] == [turn // len(names) for turn in range(len(turns))]
+    rounds = [turns[begin : begin + len(names)] for begin in range(0, len(turns), len(names))]
+    assert len(rounds) == repeats + 1
+    assert all(sorted(order) == list(names) for order in rounds)
+    assert all(order != following for order, following in itertools.pairwise(rounds))
     for times in every:
-        assert len(times.forward) == len(times.forward_backward) == 5
+        assert len(times.forward) == len(times.forward_backward) == repeats
         assert all(0 < part < whole for part, whole in zip(times.forward, times.forward_backward, strict=True))
         assert min(times.forward) <= times.forward_median <= max(times.forward)
     assert work.query.grad is None

@@ -34,6 +34,7 @@ pytest.importorskip("triton")
             "Q16K64T0.1B64k",
             "blocks of at most 32768 with a tolerance, .* 65536: use a smaller block_size",
         ),
+        ((1, 1, (1 << 24) + 1, 64), "Q1K1T0.1B32k", "at most 16777216 tokens with a tolerance, .* 16809984: split"),
         (
             (1, 1, 1 << 20, 64),
             "QK256T0.1B1k",

@@ -14,6 +14,10 @@ from torch import Tensor
 from muse_attention import MuSeConfig, find_clusters, get_attention, muse_attention, ops
 from muse_attention.backends.triton.integer_tables import size_of_tables
 from muse_attention.baselines.moba import _block_means
+from muse_attention.core.call import Call
+from muse_attention.core.query_tiles import NO_ROW
+from muse_attention.core.selection_shapes import SelectionShapes
+from muse_attention.core.structures import Selection
 from tests.against_torch import assert_at_most_twice_the_error_of_torch
 from tests.block_choice import SIZES, assert_best_blocks, choose
 from tests.closeness import assert_equal_to_rounding
@@ -349,3 +353,22 @@ def test_first_order_of_single_keys_is_nothing_however_large_the_logits() -> Non
 )
 def test_an_assignment_out_of_range_stays_in_memory(wrong: int, config: str) -> None:
     assert_out_of_range_is_clamped(wrong, config)
+
+
+def test_a_selection_may_name_buckets_that_are_not_seen() -> None:
+    """Nothing is listed for them: there is no room."""
+    torch.manual_seed(3)
+    config, blocks = MuSeConfig.parse("Q3K3T0.1B16,tile=4"), 3
+    inputs = [torch.randn(1, 1, 16 * blocks, 16, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    clusters = ops.cluster(*inputs[:2], config, is_causal=True, scale=0.25, backend="triton")
+    every = SelectionShapes.of(config, 16 * blocks, is_causal=True).none(inputs[0])
+    every.retrieved.zero_()
+    block, bucket = torch.arange(blocks)[:, None, None], torch.arange(every.retrieved.shape[-1])
+    seen = Selection(every.opened, every.retrieved.masked_fill(bucket // 3 >= block, NO_ROW))
+    results = []
+    for selection in (every, seen):
+        merged, _ = ops.attend(Call(*inputs, clusters, config, True, 0.25), "triton", selection)
+        results.append([merged.out, merged.lse, *torch.autograd.grad(merged.out.sum() + merged.lse.sum(), inputs)])
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+    exact = muse_attention(*inputs, config="T0B16", is_causal=True, scale=0.25)
+    assert_equal_to_rounding(results[0][0], exact, "out")

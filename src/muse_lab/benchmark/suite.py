@@ -90,10 +90,10 @@ class _Run:
     def _time_together(self, requests: Sequence[BenchmarkRequest], workload: Workload) -> list[Times]:
         """Times of exact attention and of each request, which take turns, so that ratios compare the same moments."""
 
-        def begin_turn(round_number: int, turn: int) -> None:
-            if turn:  # exact attention comes first, and is no request
+        def begin_turn(round_number: int, number: int) -> None:
+            if number:  # number 0 is exact attention, which is no request
                 step = f"repeat {round_number} of {self._settings.repeats}" if round_number else "warm-up"
-                self._begin(requests[turn - 1], step)
+                self._begin(requests[number - 1], step)
 
         attentions = [sdpa, *(get_attention(request.full_name) for request in requests)]
         return time_interleaved(attentions, workload, self._settings.repeats, begin_turn)

@@ -50,22 +50,26 @@ def time_interleaved(
 ) -> list[Times]:
     """`Times` of each attention, run in turn for `repeats` + 1 rounds: A B C, C A B, ...
 
-    Each round has another order, always the same in the same round: a GPU is slower just after it worked hard, and no
-    attention is to follow another one every time.
+    No round has the order of the one before, and every run of a benchmark has the same orders: a GPU is slower just
+    after it worked hard, and no attention is to follow another one every time.
 
     `on_turn` is told the number of the round, and that of the attention whose turn it is. Round 0 is a warm-up and is
     not counted. On a CPU, an attention that takes more than `LONG_RUN_SECONDS` has its warm-up counted as its first
     repeat, and sits out the last round.
     """
     runs: list[list[tuple[float, float]]] = [[] for _ in attentions]
+    shuffler, order = random.Random(0), list(range(len(attentions)))
     for round_number in range(repeats + 1):
-        for turn in random.Random(round_number).sample(range(len(attentions)), len(attentions)):
-            on_turn(round_number, turn)
-            if len(runs[turn]) == repeats:
+        before = order
+        while order == before and len(order) > 1:
+            order = shuffler.sample(before, len(before))
+        for number in order:
+            on_turn(round_number, number)
+            if len(runs[number]) == repeats:
                 continue
-            seconds = time_once(attentions[turn], workload)
+            seconds = time_once(attentions[number], workload)
             if round_number > 0 or (workload.device.type == "cpu" and seconds[1] > LONG_RUN_SECONDS):
-                runs[turn].append(seconds)
+                runs[number].append(seconds)
     return [
         Times(tuple(forward for forward, _ in finished), tuple(total for _, total in finished)) for finished in runs
     ]

@@ -20,6 +20,8 @@ _MOST_CENTROID_NUMBERS = 1 << 15
 """Size of the centroids of a block, which a kernel holds on chip."""
 _LONGEST_BLOCK = 32 * 1024
 """Pieces of a bucket are counted in half precision, which is exact up to 2048."""
+_LONGEST_BLOCKWISE = 1 << 24
+"""Lists of queries with a tolerance hold a place in 24 bits."""
 MOST_CLUSTERS = 2048
 """A kernel holds a number for each cluster and each of some rows on chip."""
 
@@ -77,6 +79,11 @@ def _why_not_blockwise(widest: int, blocks: int, config: MuSeConfig) -> str | No
         return (
             f"has blocks of at most {_LONGEST_BLOCK} with a tolerance, the config has {config.block_size}: "
             "use a smaller block_size"
+        )
+    if blocks * config.block_size > _LONGEST_BLOCKWISE:
+        return (
+            f"has sequences of at most {_LONGEST_BLOCKWISE} tokens with a tolerance, in whole blocks these are "
+            f"{blocks * config.block_size}: split the sequence"
         )
     if 2 * config.query_clusters * blocks * config.key_clusters * widest >= 1 << 31:
         limit = (1 << 31) // (2 * config.query_clusters * config.key_clusters * widest)

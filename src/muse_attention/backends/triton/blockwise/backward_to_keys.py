@@ -50,7 +50,7 @@ FROM_QUERIES_BY_REGISTERS = {256: {"num_warps": 8, "num_stages": 1}}
 _PARTS = 4
 """Programs that share the queries of a bucket that many retrieve, such as an attention sink."""
 _LEAST_ROWS_OF_PART = 2048
-"""Queries that each of them has at least: every program rounds what it adds."""
+"""Rows of strips, full or not, that each of them but the last has at least: every program rounds what it adds."""
 _SUMMARY_SIZES = (
     "length", "seen_blocks", "query_clusters", "key_clusters", "generations", "summarised", "key_tiles", "key_room",
     "shared_by",

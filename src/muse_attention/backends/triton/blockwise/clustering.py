@@ -41,7 +41,7 @@ SUM_MEMBERS = {
     128: {"num_warps": 4, "num_stages": 1, "maxnreg": 128},
     512: {"num_warps": 4, "num_stages": 1, "maxnreg": 168},
 }
-"""For up to 128 clusters."""
+"""For up to 128 clusters, by the bytes of a vector."""
 SUM_MEMBERS_OF_MANY = {"num_warps": 8, "num_stages": 2}
 _SIZES = ("query_heads", "generations", "seen_blocks", "length", "block_size", "query_clusters", "key_clusters")
 

@@ -182,12 +182,13 @@ def list_strips(first_rows: Tensor, order: Order, geometry: Geometry) -> dict[st
     rows. A strip is up to `STRIP_SIZE` rows of a tile; those before the first row that wants the bucket are left out.
 
     `strips_ptr`: (H, room) int32, the first place of each strip times 256, plus the first of its rows that attends to
-    the bucket times 16, plus the last; `listed_ptr`: (H, seen blocks K) int32, their number. `tile_room` is that of the
-    tiles of a block.
+    the bucket times 16, plus the last; `listed_ptr`: (H, seen blocks K) int32, their number. `tile_room` is the most
+    strips that the tiles of a block have. The room is for the case that every tile retrieves every bucket it sees.
     """
     blocks = geometry.blocks
     tile_room = geometry.query_tiles * (geometry.rows // STRIP)
-    room = geometry.config.key_clusters * tile_room * (blocks * (blocks - 1) // 2 if geometry.is_causal else blocks**2)
+    seen = blocks * (blocks - 1) // (2 if geometry.is_causal else 1)
+    room = geometry.config.key_clusters * tile_room * seen
     arguments = {
         "strips_ptr": order.queries.new_empty(geometry.heads, room),
         "listed_ptr": order.queries.new_empty(geometry.heads, geometry.columns),
@@ -205,12 +206,13 @@ def list_strips(first_rows: Tensor, order: Order, geometry: Geometry) -> dict[st
 
 @triton.jit
 def begin_of_strips(head, block, key_cluster, blocks, key_clusters, tile_room, IS_CAUSAL: tl.constexpr):
-    """The index at which the list of a bucket begins; a later block sees it if there `IS_CAUSAL` is set."""
+    """The index at which the list of a bucket begins. It has room for the tiles of all blocks that see the bucket."""
+    block, blocks = block.to(tl.int64), blocks.to(tl.int64)
     if IS_CAUSAL:
         before = block * (2 * blocks - 1 - block) // 2 * key_clusters + key_cluster * (blocks - 1 - block)
         return (head * (blocks * (blocks - 1) // 2 * key_clusters) + before) * tile_room
     else:
-        return ((head * blocks + block) * key_clusters + key_cluster) * blocks * tile_room
+        return ((head * blocks + block) * key_clusters + key_cluster) * (blocks - 1) * tile_room
 
 
 @kernel(stage="selection", do_not_specialize=["tile_room", "columns", "blocks", "key_clusters", "query_tiles"])
@@ -235,8 +237,12 @@ def _list_strips_of_buckets(
     for first in range(begin, tiles, TILES):
         tile = head * tiles + first + offs_tile  # [TILES]
         mask_tile = first + offs_tile < tiles  # [TILES]
+        # (A selection that is handed in may name buckets that a block does not see: there is no room for these.)
+        own_block = ((first + offs_tile) // query_tiles)[:, None]  # [TILES, 1]
+        is_seen = block[None, :] < own_block if IS_CAUSAL else block[None, :] != own_block  # [TILES, COLUMNS]
+        mask = mask_tile[:, None] & mask_column[None, :] & is_seen  # [TILES, COLUMNS]
         ptrs = first_rows_ptr + tile[:, None] * columns + offs_column[None, :]  # [TILES, COLUMNS]
-        first_row = tl.load(ptrs, mask=mask_tile[:, None] & mask_column[None, :], other=255).to(tl.int32)
+        first_row = tl.load(ptrs, mask=mask, other=255).to(tl.int32)  # [TILES, COLUMNS]
         rows = tl.load(tile_info_ptr + tile, mask=mask_tile, other=0) & 255  # [TILES]
         # [TILES, COLUMNS]
         number = tl.maximum(tl.cdiv(rows, STRIP_SIZE)[:, None] - first_row // STRIP_SIZE, 0)
@@ -255,7 +261,8 @@ def _list_strips_of_buckets(
 
 @triton.jit
 def load_strips(strips_ptr, begin, number, ROWS: tl.constexpr):
-    """The entry of a strip for each of its rows, for strips from `begin` on, [ROWS]. `number` is that of all strips."""
+    """The entry of a strip for each of its rows, for strips from `begin` on, [ROWS]. Those from `number` on are left
+    out."""
     offs_strip = begin + tl.arange(0, ROWS) // STRIP_SIZE  # [ROWS]
     return load_once(strips_ptr + offs_strip, offs_strip < number, (STRIP_SIZE - 1) * STRIP_SIZE)
 
