@@ -30,7 +30,7 @@ COMPARED = ((SMOLLM2, 64), (QWEN_SMALL, 32), (QWEN, 32))
 CALLED = {
     SMOLLM2: "heads of SmolLM2-135M",
     QWEN_SMALL: "heads of Qwen2.5-Coder-0.5B",
-    QWEN: "heads of 128 of Qwen2.5-Coder-1.5B",
+    QWEN: "128-wide heads of Qwen2.5-Coder-1.5B",
 }
 
 
