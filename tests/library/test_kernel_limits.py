@@ -36,6 +36,11 @@ pytest.importorskip("triton")
         ),
         ((1, 1, (1 << 24) + 1, 64), "Q1K1T0.1B32k", "at most 16777216 tokens with a tolerance, .* 16809984: split"),
         (
+            (1, 1, 1 << 18, 64),
+            "QK16T0.1B16",
+            "fewer than 11585 blocks with these clusters, these are 16384: use a larger",
+        ),
+        (
             (1, 1, 1 << 20, 64),
             "QK256T0.1B1k",
             "fewer than 256 blocks with these clusters, these are 1024: use a larger",

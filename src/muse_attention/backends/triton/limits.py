@@ -85,8 +85,10 @@ def _why_not_blockwise(widest: int, blocks: int, config: MuSeConfig) -> str | No
             f"has sequences of at most {_LONGEST_BLOCKWISE} tokens with a tolerance, in whole blocks these are "
             f"{blocks * config.block_size}: split the sequence"
         )
-    if 2 * config.query_clusters * blocks * config.key_clusters * widest >= 1 << 31:
-        limit = (1 << 31) // (2 * config.query_clusters * config.key_clusters * widest)
+    limit = (1 << 31) // (2 * config.query_clusters * config.key_clusters * widest)
+    # (Lists of each bucket's queries: about half as many pairs of a bucket and a block that sees it.)
+    limit = min(limit, int(((1 << 31) // config.key_clusters) ** 0.5))
+    if blocks >= limit:
         return f"has fewer than {limit} blocks with these clusters, these are {blocks}: use a larger block_size"
     return None
 

@@ -207,7 +207,6 @@ def list_strips(first_rows: Tensor, order: Order, geometry: Geometry) -> dict[st
 @triton.jit
 def begin_of_strips(head, block, key_cluster, blocks, key_clusters, tile_room, IS_CAUSAL: tl.constexpr):
     """The index at which the list of a bucket begins. It has room for the tiles of all blocks that see the bucket."""
-    block, blocks = block.to(tl.int64), blocks.to(tl.int64)
     if IS_CAUSAL:
         before = block * (2 * blocks - 1 - block) // 2 * key_clusters + key_cluster * (blocks - 1 - block)
         return (head * (blocks * (blocks - 1) // 2 * key_clusters) + before) * tile_room
