@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,27 +19,16 @@ from muse_attention.documents.varlen import muse_attn_varlen_func
 from muse_attention.fidelity.error import position_error
 from muse_attention.sizes import format_size, parse_size
 from muse_lab.benchmark.timing import Times, time_interleaved
-from muse_lab.benchmark.workload import DTYPES, AttentionCall, Workload, check_sizes
+from muse_lab.benchmark.workload import DTYPES, AttentionCall, CallSettings, Workload
 from muse_lab.records.machine import describe_machine
 from muse_lab.records.stored_results import StoredResults
 from muse_lab.synthetic import clustered_qkv
 
 
-@dataclass(frozen=True)
-class DocumentsSettings:
-    device: str
+@dataclass(frozen=True, kw_only=True)
+class DocumentsSettings(CallSettings):
     documents: tuple[int, ...]
     """lengths, in the order in which they lie in the row"""
-    heads: int
-    key_heads: int
-    head_dim: int
-    dtype: str
-    causal: bool
-    repeats: int
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        check_sizes(self)
 
 
 @dataclass(frozen=True)
@@ -81,12 +71,7 @@ def parse_documents(text: str) -> tuple[int, ...]:
 
 def format_documents(lengths: tuple[int, ...]) -> str:
     """Lengths in the notation of `parse_documents`."""
-    runs: list[tuple[int, int]] = []
-    for length in lengths:
-        if runs and runs[-1][0] == length:
-            runs[-1] = (length, runs[-1][1] + 1)
-        else:
-            runs.append((length, 1))
+    runs = ((length, len(list(same))) for length, same in itertools.groupby(lengths))
     return ",".join(format_size(length) + (f"x{count}" if count > 1 else "") for length, count in runs)
 
 

@@ -7,24 +7,16 @@ from dataclasses import dataclass, field
 from muse_lab.benchmark.captured import CapturedData
 from muse_lab.benchmark.request import BenchmarkRequest, Shape
 from muse_lab.benchmark.timing import Times
+from muse_lab.benchmark.workload import CallSettings
 from muse_lab.records.stored_results import StoredResults
 
 
-@dataclass(frozen=True)
-class BenchmarkSettings:
+@dataclass(frozen=True, kw_only=True)
+class BenchmarkSettings(CallSettings):
     """Settings that all cases of a file share, except what the sweep varies."""
 
-    device: str
     batch: int
-    heads: int
-    key_heads: int
-    """key and value heads; fewer than heads: grouped queries"""
-    head_dim: int
-    dtype: str
-    causal: bool
-    repeats: int
     memory: bool
-    seed: int = 0
     sweep: str | None = None
     """its name in `SWEEPS`, where the cases are those of a sweep"""
     captures: CapturedData | None = None

@@ -44,6 +44,33 @@ def _fastest_first(device: torch.device) -> contextlib.AbstractContextManager[No
     return sdpa_kernel(list(_FASTEST_FIRST), set_priority=True)
 
 
+@dataclass(frozen=True, kw_only=True)
+class CallSettings:
+    """Settings of calls that are measured: their device, sizes and data, and how often they run."""
+
+    device: str
+    heads: int
+    key_heads: int
+    """key and value heads; fewer than heads: grouped queries"""
+    head_dim: int
+    dtype: str
+    causal: bool
+    repeats: int
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Raise ValueError unless inputs can have these sizes."""
+        for name in ("batch", "heads", "key_heads", "head_dim", "repeats"):
+            size = getattr(self, name, 1)
+            if size < 1:
+                raise ValueError(f"{name} is {size}; it must be at least 1")
+        if self.heads % self.key_heads:
+            raise ValueError(
+                f"{self.heads} heads cannot share {self.key_heads} key heads evenly; choose a --key-heads that divides "
+                f"{self.heads}"
+            )
+
+
 @dataclass(frozen=True)
 class Workload:
     """Inputs, leaves of the graph, and the gradient that arrives at the output.
@@ -103,16 +130,3 @@ def check_device(device: str) -> None:
         raise ValueError(f"unknown device {device!r}; use cpu or cuda")
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device 'cuda' needs a CUDA device, and PyTorch finds none here; use cpu")
-
-
-def check_sizes(settings: Any) -> None:
-    """Raise ValueError unless inputs can have the sizes that settings name."""
-    for name in ("batch", "heads", "key_heads", "head_dim", "repeats"):
-        size = getattr(settings, name, 1)
-        if size < 1:
-            raise ValueError(f"{name} is {size}; it must be at least 1")
-    heads, key_heads = settings.heads, settings.key_heads
-    if heads % key_heads:
-        raise ValueError(
-            f"{heads} heads cannot share {key_heads} key heads evenly; choose a --key-heads that divides {heads}"
-        )
