@@ -25,7 +25,7 @@ from muse_attention.registry import config_at, full_name, get_attention
 from muse_lab.benchmark.timing import Times, time_interleaved
 from muse_lab.benchmark.workload import Workload, sdpa
 from muse_lab.records.attention_names import EXACT
-from muse_lab.records.captured_heads import Captures
+from muse_lab.records.captured_heads import Captures, Origin
 from muse_lab.records.stored_results import OnStep, StoredResults
 
 TOLERANCES = (0.05, 0.1, 0.2, 0.4)
@@ -38,15 +38,10 @@ ERROR = "relative_squared_error"
 """The measure that a configuration is chosen by, beside `FOUND`."""
 
 
-@dataclass(frozen=True)
-class TuningSettings:
+@dataclass(frozen=True, kw_only=True)
+class TuningSettings(Origin):
     """Settings that all numbers of a file share."""
 
-    model: str
-    text: str
-    heads: tuple[str, ...]
-    laid: str
-    """how shorter captures were laid end to end, if they were"""
     length: int
     samples: int
     lookups: int
@@ -62,12 +57,8 @@ class TuningSettings:
     def of(cls, captures: Captures, *, device: str, dtype: str, repeats: int) -> TuningSettings:
         if repeats < 1:
             raise ValueError(f"cannot measure a time with {repeats} repeats; use at least 1")
-        origin = captures.origin
         return cls(
-            model=origin.model,
-            text=origin.text,
-            heads=origin.heads,
-            laid=origin.laid,
+            **vars(captures.origin),
             length=captures.length,
             samples=captures.samples,
             lookups=len(captures.lookups),

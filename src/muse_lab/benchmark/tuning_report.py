@@ -59,7 +59,7 @@ def tuning_report(results: TuningResults, file_name: str) -> Report:
         ],
         sections=[
             Section("The front", _figure(results), table_of(results, shown(results)), *map(Note, notes)),
-            Section("Everything", table_of(results, _by_time(results))),
+            Section("Everything", table_of(results, sorted(results.measured, key=lambda one: one.time))),
         ],
         names=names_table(candidate.attention for candidate in results.measured),
         provenance=provenance_of(results, *facts),
@@ -135,10 +135,6 @@ def _figure(results: TuningResults) -> Figure:
 def _points(candidates: Sequence[Candidate]) -> list[tuple[float, float]]:
     """(milliseconds, error)"""
     return [(1000 * candidate.time, candidate.error) for candidate in candidates]
-
-
-def _by_time(results: TuningResults) -> list[Candidate]:
-    return sorted(results.measured, key=lambda candidate: candidate.time)
 
 
 def _paper(results: TuningResults) -> Candidate | None:
