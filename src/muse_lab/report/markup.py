@@ -37,13 +37,10 @@ def markdown_list(items: Iterable[str]) -> str:
 
 def fenced(lines: Sequence[str]) -> str:
     """Lines as they are, for Markdown."""
-    fence = "`" * max(3, 1 + _longest_backticks("\n".join(lines)))
+    longest = max(map(len, _BACKTICKS.findall("\n".join(lines))), default=0)
+    fence = "`" * max(3, 1 + longest)
     return "\n".join([fence, *lines, fence])
 
 
 def _escaped(text: str) -> str:
     return _MARKUP.sub(lambda match: f"\\{match[0]}", _SPACE.sub(" ", text).strip())
-
-
-def _longest_backticks(text: str) -> int:
-    return max((len(backticks) for backticks in _BACKTICKS.findall(text)), default=0)

@@ -75,12 +75,8 @@ def losses_by_position(
     cell = results.whole(run, attention, step)
     if cell is None:
         return []
-    last = 0
-    curve = []
-    for size, mean in zip(cell.sizes, cell.by_position, strict=True):
-        last += size
-        curve.append((float(last), mean.mean))
-    return curve
+    lasts = itertools.accumulate(cell.sizes)
+    return [(float(last), mean.mean) for last, mean in zip(lasts, cell.by_position, strict=True)]
 
 
 def difference_figures(results: ComparisonResults) -> list[Figure]:

@@ -52,9 +52,8 @@ class Seeds:
         for run in self.runs:
             reference = reference_of(results, run)
             own, other = results.loss(run, EXACT), results.loss(reference, EXACT)
-            is_pair = (
-                reference is not run and reference.attention == EXACT and _begin_alike(run.recipe, reference.recipe)
-            )
+            begin_alike = run.recipe.seed == reference.recipe.seed and run.recipe.initial == reference.recipe.initial
+            is_pair = reference is not run and reference.attention == EXACT and begin_alike
             if not is_pair or own is None or other is None:
                 gaps.append(None)
             else:
@@ -132,10 +131,6 @@ def _without_seed(recipe: Recipe) -> Recipe:
     """The recipe without its seed and without the name of the model it begins with: each seed may have its own."""
     initial = recipe.initial and "another model"
     return dataclasses.replace(recipe, seed=0, initial=initial, **{name: getattr(Recipe, name) for name in FREE})
-
-
-def _begin_alike(one: Recipe, other: Recipe) -> bool:
-    return (one.seed, one.initial) == (other.seed, other.initial)
 
 
 def _mean(values: Sequence[float | None]) -> Mean | None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from muse_attention.config import MuSeConfig
 from muse_attention.registry import config_at
 from muse_attention.sizes import format_size
 from muse_lab.evaluation.fidelity.layers import FidelityRequest, FidelityResults
 from muse_lab.evaluation.fidelity.paper import TABLES
-from muse_lab.evaluation.fidelity.presets import ERROR_CONTROL, NO_TILT, Preset, Row, find_presets
+from muse_lab.evaluation.fidelity.presets import ERROR_CONTROL, NO_TILT, Preset, find_presets
 from muse_lab.evaluation.fits import PowerLaw
 from muse_lab.records.attention_names import short_names
 from muse_lab.report import fidelity_columns
@@ -158,7 +158,7 @@ def table_of_preset(results: FidelityResults, preset: Preset, title: str = "") -
     names = short_names(results.named)
     return Table.of(
         whole,
-        *((_labels(label), _label(place)) for place, label in enumerate(preset.columns)),
+        *((_labels(label), lambda row, place=place: row.labels[place]) for place, label in enumerate(preset.columns)),
         *measure_columns(fidelity_columns.COLUMNS, whole, lambda row: results.pooled(row.request)),
         (text("configuration"), lambda row: names[row.request.attention]),
         title=title,
@@ -168,10 +168,6 @@ def table_of_preset(results: FidelityResults, preset: Preset, title: str = "") -
 def _labels(title: str) -> Column:
     """A column of a setting that a table varies."""
     return Column(title, is_number=title not in _WORDS)
-
-
-def _label(place: int) -> Callable[[Row], str]:
-    return lambda row: row.labels[place]
 
 
 def cluster_curves(results: FidelityResults, preset: Preset) -> dict[str, list[tuple[float, float]]]:

@@ -22,19 +22,10 @@ from muse_attention.registry import get_attention
 from muse_lab.evaluation.settings import TextSettings
 from muse_lab.records.dataclass_json import entries
 from muse_lab.records.stored_results import OnStep, StoredResults, rounded
+from muse_lab.report.fidelity_columns import COLUMNS, GRADIENTS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-GRADIENTS = ("query_gradient_error", "key_gradient_error", "value_gradient_error")
-"""Measures of `fidelity.gradients.GradientErrors`, for every query or key head. Only with --gradients."""
-MEASURES = (
-    *("relative_squared_error", "cosine", "energy_error", "lse_gap", "error_p99", "error_p999", "share_far_off"),
-    *("pairs_per_query", "keys_per_query", "share_retrieving", "found_share"),
-    *GRADIENTS,
-)
-"""Measures of `fidelity.Fidelity` and of gradients, each a number for every head. An attention that retrieves nothing
-lacks those of retrieval."""
 
 _DIGITS = 6
 
@@ -78,7 +69,7 @@ class FidelityResults(StoredResults):
     def measures(self, request: FidelityRequest) -> list[str]:
         """The measures that are known of all samples and layers."""
         heads = [layer for sample in self.measured[request] for layer in sample]
-        return [measure for measure in MEASURES if all(measure in layer for layer in heads)]
+        return [column.measure for column in COLUMNS if all(column.measure in layer for layer in heads)]
 
     def by_head(self, request: FidelityRequest, measure: str) -> Tensor:
         """(layers, heads), averaged over samples."""
@@ -95,7 +86,7 @@ class FidelityResults(StoredResults):
     def heads(self) -> int:
         """Heads of all layers."""
         first = next((request for request in self.measured if self.is_whole(request)), None)
-        return 0 if first is None else self.by_head(first, MEASURES[0]).numel()
+        return 0 if first is None else self.by_head(first, COLUMNS[0].measure).numel()
 
 
 def steps(model: PreTrainedModel, requests: Sequence[FidelityRequest], samples: int) -> int:
@@ -176,4 +167,4 @@ def _measure_layer(
 
 
 def _has_gradients(heads: Heads) -> bool:
-    return all(name in heads for name in GRADIENTS)
+    return all(column.measure in heads for column in GRADIENTS)

@@ -13,7 +13,7 @@ from muse_lab.evaluation.needles import panels
 from muse_lab.evaluation.needles.needle_report import PREFILL, TASK, format_difference, paper_section
 from muse_lab.evaluation.needles.results import NeedleResults
 from muse_lab.evaluation.needles.scores import Answer
-from muse_lab.evaluation.needles.statistics import Asked, Group, by_depth, difference, in_order, share
+from muse_lab.evaluation.needles.statistics import Asked, Group, by_depth, difference, share
 from muse_lab.pretraining.needles.samples import BUCKETS, depth_of
 from muse_lab.records.attention_names import EXACT, short_names
 from muse_lab.records.machine import machine_lines
@@ -85,7 +85,7 @@ def summary_tables(models: Models, name: str) -> Iterator[Table]:
     columns = [text("kind, length"), *map(number, models)]
     columns += [number(f"{other} less {first}") for other in others]
     short = short_names(_named(models))
-    for attention in dict.fromkeys(_named(models)):
+    for attention in _named(models):
         asked = {model: Asked(results, attention) for model, results in models.items()}
         rows = []
         for panel in panels.panels_of(asked):
@@ -119,7 +119,7 @@ def depth_curves(models: Models) -> Iterator[Figure]:
 def _kinds_together(models: Models) -> Iterator[tuple[str, Mapping[str, Asked], list[Group]]]:
     """For each attention that reads prompts and each length: a title, the models, and what all of them were asked."""
     short = short_names(_named(models))
-    for attention in dict.fromkeys(_named(models)):
+    for attention in _named(models):
         asked = {model: Asked(results, attention) for model, results in models.items()}
         for panel in panels.panels_of(asked):
             title, together = panel.together
@@ -132,14 +132,9 @@ def _by_depth(answers: Sequence[Answer]) -> Curve:
 
 
 def _named(models: Models) -> list[str]:
-    return [attention for _, _, attention in _cells(models)]
-
-
-def _cells(models: Models) -> list[tuple[int, str, str]]:
-    """Every length, kind and attention that some model has; exact attention first."""
-    tasks = [task for results in models.values() for task in results.measured]
-    cells = in_order({(task.length, task.kind, task.attention) for task in tasks})
-    return sorted(cells, key=lambda cell: (cell[2] != EXACT, cell[2]))
+    """The attentions that read prompts for some model; exact attention first."""
+    attentions = {name for results in models.values() for name in results.named}
+    return sorted(attentions, key=lambda name: (name != EXACT, name))
 
 
 def _uids(results: NeedleResults) -> dict[tuple[int, str, int, int], list[str]]:
