@@ -21,9 +21,10 @@ from muse_lab.pretraining.interruptions.watchdog import Watchdog
 from muse_lab.pretraining.model.chunked_loss import IGNORED
 from muse_lab.pretraining.model.decoder import DecoderForCausalLM
 from muse_lab.pretraining.monitoring.answer_losses import ALL
+from muse_lab.pretraining.monitoring.error_limit import Probed
 from muse_lab.pretraining.monitoring.held_out import Evaluation
 from muse_lab.pretraining.monitoring.metrics import Step
-from muse_lab.pretraining.monitoring.probe import Probe, Probed
+from muse_lab.pretraining.monitoring.probe import Probe
 from muse_lab.pretraining.optimiser import are_finite, learned_tensors, set_learning_rate
 from muse_lab.pretraining.parallel import World, accumulate_gradients, full_tensor, local_part
 from muse_lab.pretraining.prefetch import ReaderError, ReadingError, can_read_ahead, read_ahead, read_batches
@@ -181,7 +182,7 @@ class Loop:
     def _measure(self, tokens: Tensor) -> tuple[Probed, dict[str, float]]:
         """Run the probe and the evaluation if they are due, on the weights before the update."""
         recipe, number = self.recipe, self.step + 1
-        probed, evaluated = Probed(self.state.levels), {}
+        probed, evaluated = Probed({}, self.state.levels, []), {}
         if self.probe.is_due(self.step):
             self.watchdog.beat(f"probing at step {number}")
             probed = self.probe.run(tokens, self.state.levels, self._check_together)

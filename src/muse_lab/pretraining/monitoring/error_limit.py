@@ -9,6 +9,7 @@ state, so a resumed run has the same.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -49,11 +50,26 @@ class Change(NamedTuple):
 
 
 class Probed(NamedTuple):
+    """Measurements, and what follows from them."""
+
     measures: dict[int, dict[str, float]]
     """by layer, under its attention in the update; none for layers with exact attention"""
     levels: dict[int, int]
-    """from the next update on"""
+    """of layers whose attention is tightened from the next update on"""
     changes: list[Change]
+    answers: dict[str, float] = {}  # noqa: RUF012 - never changed
+    """nats for each token, by the kinds of `answer_losses`"""
+
+    @property
+    def errors(self) -> dict[int, float]:
+        return {layer: measures[ERROR] for layer, measures in self.measures.items()}
+
+    @property
+    def means(self) -> dict[str, float]:
+        """Each measure, averaged over the layers that have it."""
+        layers = self.measures.values()
+        names = dict.fromkeys(name for layer in layers for name in layer)
+        return {name: statistics.fmean(layer[name] for layer in layers if name in layer) for name in names}
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ all of them ask, and each counts its own part of the tokens.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -28,15 +27,9 @@ from muse_lab.pretraining.parallel import World, gathered
 from muse_lab.pretraining.recipes import Recipe
 from muse_lab.records.attention_names import EXACT
 
-
-@dataclass(frozen=True)
-class _Document:
-    """A document that a rank evaluates."""
-
-    tokens: Tensor
-    """(length + 1,)"""
-    counts: Tensor
-    """(length + 1,): which tokens count as targets; none where a rank has fewer documents than others"""
+_Document = tuple[Tensor, Tensor]
+"""(length + 1,) tokens that a rank evaluates, and which of them count as targets: none where a rank has fewer documents
+than others."""
 
 
 class Evaluation:
@@ -88,7 +81,7 @@ class Evaluation:
     @torch.no_grad()
     def _ask(self, model: DecoderForCausalLM, document: _Document, *, with_answers: bool) -> Tensor:
         """(4,) float64: summed loss and tokens, of this rank's part; right answers, and answers, of all parts."""
-        tokens, counts = document.tokens.to(model.device), document.counts.to(model.device)
+        tokens, counts = (tensor.to(model.device) for tensor in document)
         ids, positions, labels = tokens[None, :-1], None, tokens[None, 1:]
         if self._end is not None:
             ids, positions, labels = separate_documents(tokens[None], self._end)
@@ -116,8 +109,8 @@ class Evaluation:
         ranks, rank = self._world.data_ranks, self._world.data_rank
         missing = -len(documents) % ranks
         if documents:
-            empty = _Document(documents[0].tokens, torch.zeros_like(documents[0].counts))
-            documents = documents + [empty] * missing
+            tokens, counts = documents[0]
+            documents = documents + [(tokens, torch.zeros_like(counts))] * missing
         return documents[rank::ranks]
 
 
@@ -137,7 +130,7 @@ def _held_out(corpus: Corpus, recipe: Recipe) -> list[_Document]:
     except ValueError as error:
         raise ValueError(f"{error}, or set evaluate_every=0") from None
     spaced = windows.spaced(min(recipe.evaluate_samples, len(windows)))
-    return [_Document(tokens, torch.ones_like(tokens, dtype=torch.bool)) for tokens in spaced]
+    return [(tokens, torch.ones_like(tokens, dtype=torch.bool)) for tokens in spaced]
 
 
 def _needles(corpus: Corpus, recipe: Recipe) -> list[_Document]:
@@ -150,4 +143,4 @@ def _needles(corpus: Corpus, recipe: Recipe) -> list[_Document]:
     except ValueError as error:
         raise ValueError(f"{error}; or set evaluate_needles=0") from None
     pairs = (documents.make_with_answers(number) for number in range(recipe.evaluate_needles))
-    return [_Document(tokens, distances > 0) for tokens, distances in pairs]
+    return [(tokens, distances > 0) for tokens, distances in pairs]

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,22 +12,10 @@ from torch import Tensor
 from muse_lab.pretraining.determinism import autocast
 from muse_lab.pretraining.model.decoder import DecoderForCausalLM
 from muse_lab.pretraining.monitoring.answer_losses import answer_losses
-from muse_lab.pretraining.monitoring.error_limit import ERROR, Change, ErrorLimit
+from muse_lab.pretraining.monitoring.error_limit import ErrorLimit, Probed
 from muse_lab.pretraining.parallel import World, gathered
 from muse_lab.pretraining.recipes import Recipe
 from muse_lab.records.attention_names import EXACT
-
-
-class Probed(NamedTuple):
-    """Measurements, as in `metrics.Step`, and what follows from them."""
-
-    levels: dict[int, int]
-    """of layers whose attention is tightened from the next update on"""
-    errors: dict[int, float] = {}  # noqa: RUF012 - never changed
-    means: dict[str, float] = {}  # noqa: RUF012
-    answers: dict[str, float] = {}  # noqa: RUF012
-    """nats for each token, by the kinds of `answer_losses`"""
-    changes: tuple[Change, ...] = ()
 
 
 @dataclass
@@ -55,20 +41,13 @@ class Probe:
         Collective: every rank must call it. `on_layer` is called after every layer, and may raise.
         """
         recipe, model = self.recipe, self.model
-        probed = Probed(levels)
+        probed = Probed({}, levels, [])
         with autocast(recipe, self.world.device), gathered(model), torch.compiler.set_stance("force_eager"):
             if recipe.attention != EXACT:
                 is_limited = recipe.error_limit > 0 and model.config.attention == recipe.attention
                 limit = self._limit(recipe.error_limit if is_limited else math.inf)
                 limited = limit.probe(model, tokens[:1, :-1], levels if is_limited else {}, self._mean, on_layer)
-                if is_limited:
-                    probed = probed._replace(levels=limited.levels, changes=tuple(limited.changes))
-                layers = limited.measures.values()
-                names = dict.fromkeys(name for layer in layers for name in layer)
-                probed = probed._replace(
-                    errors={number: layer[ERROR] for number, layer in limited.measures.items()},
-                    means={name: statistics.fmean(layer[name] for layer in layers if name in layer) for name in names},
-                )
+                probed = limited if is_limited else probed._replace(measures=limited.measures)
             if self.documents:
                 probed = probed._replace(answers=self._answers())
         return probed
