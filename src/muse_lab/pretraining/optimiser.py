@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +33,11 @@ def set_learning_rate(optimiser: torch.optim.AdamW, rate: float) -> None:
 
 def learned_tensors(model: nn.Module, optimiser: torch.optim.AdamW) -> dict[str, Tensor]:
     """Weights and moments by name, sharded as the model is, after at least one update."""
-    return dict(_named(model, optimiser))
+    tensors: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        tensors[f"{WEIGHT}/{name}"] = parameter
+        tensors |= {f"{moment}/{name}": optimiser.state[parameter][moment] for moment in MOMENTS}
+    return tensors
 
 
 def are_finite(tensors: Iterable[Tensor]) -> bool:
@@ -55,7 +59,7 @@ def restore(model: nn.Module, optimiser: torch.optim.AdamW, checkpoint: Checkpoi
     for parameter in model.parameters():
         moments = {name: torch.zeros_like(parameter, requires_grad=False) for name in MOMENTS}
         optimiser.state[parameter] = {"step": torch.tensor(float(checkpoint.step - skipped)), **moments}
-    _fill(dict(_named(model, optimiser)), checkpoint)
+    _fill(learned_tensors(model, optimiser), checkpoint)
 
 
 def restore_weights(model: nn.Module, checkpoint: Checkpoint) -> None:
@@ -74,10 +78,3 @@ def _fill(targets: dict[str, Tensor], checkpoint: Checkpoint, prefix: str = "") 
     with torch.no_grad():
         for name, tensor in read_tensors(checkpoint, prefix):
             targets[name].copy_(tensor)
-
-
-def _named(model: nn.Module, optimiser: torch.optim.AdamW) -> Iterator[tuple[str, Tensor]]:
-    for name, parameter in model.named_parameters():
-        yield f"{WEIGHT}/{name}", parameter
-        for moment in MOMENTS:
-            yield f"{moment}/{name}", optimiser.state[parameter][moment]

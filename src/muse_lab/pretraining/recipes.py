@@ -146,7 +146,7 @@ class Recipe:
         _check(self, "skip_sigma", lambda value: 0 <= value <= MOST_SIGMA, f"at least 0 and at most {MOST_SIGMA}")
         _check(self, "error_limit", lambda value: 0 <= value <= 1, "between 0 and 1")
         _check(self, "length", lambda value: 1 <= value <= MOST_TOKENS, f"at least 1 and at most {MOST_TOKENS}")
-        _check(self, "scale", lambda value: 0 <= value <= max(PAPER_TOKENS), f"at least 0, at most {max(PAPER_TOKENS)}")
+        _check(self, "scale", lambda value: value in (0, *TOKENS), f"0 or one of {', '.join(map(str, TOKENS))}")
         _check(self, "head_dim", lambda value: value in HEAD_DIMS, f"one of {', '.join(map(str, HEAD_DIMS))}")
         _check(self, "seed", lambda value: 0 <= value < 2**63, "at least 0 and below 2^63")
         _check(self, "peak_rate", lambda value: 0 < value <= 1, "above 0 and at most 1")
@@ -163,8 +163,6 @@ class Recipe:
                 raise ValueError(f"{field.name}={value!r} must be true or false")
             if field.type == "str" and not isinstance(value, str):
                 raise ValueError(f"{field.name}={value!r} must be a string")
-        if self.scale and self.scale not in TOKENS:
-            raise ValueError(f"scale={self.scale} must be 0 or one of {', '.join(map(str, TOKENS))}")
         if self.peak_rate * self.weight_decay > 1:
             raise ValueError(
                 f"weight_decay={self.weight_decay} with peak_rate={self.peak_rate} would flip the sign of all weights; "
@@ -174,10 +172,9 @@ class Recipe:
             raise ValueError(f"warmup={self.warmup} is longer than steps={self.steps}; choose fewer")
         if self.batch % self.micro_batch:
             raise ValueError(f"batch={self.batch} is no multiple of micro_batch={self.micro_batch}; choose one that is")
-        if self.precision not in PRECISIONS:
-            raise ValueError(f"precision={self.precision!r} must be one of {', '.join(PRECISIONS)}")
-        if self.mixture not in MIXTURES:
-            raise ValueError(f"mixture={self.mixture!r} must be one of {', '.join(MIXTURES)}")
+        for name, choices in (("precision", PRECISIONS), ("mixture", MIXTURES)):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name}={getattr(self, name)!r} must be one of {', '.join(choices)}")
         read_mesh(self.mesh)
         if self.further_attention and not self.further_steps:
             raise ValueError(f"further_attention={self.further_attention} needs further_steps=, of at least 1")

@@ -245,11 +245,8 @@ class _Unpacked(io.RawIOBase):
         if whence == io.SEEK_END or position < self._position:
             raise BrokenSourceError("damaged (a member lies before the one it follows)")
         while self._position < position:
-            content = self._packed.read(min(position - self._position, _READ_AT_ONCE))
-            if not content:
+            if not self.read(min(position - self._position, _READ_AT_ONCE)):
                 raise BrokenSourceError("cut short")
-            self._position += len(content)
-            self._allowance.unpack(len(content))
         return self._position
 
 

@@ -155,10 +155,8 @@ class Saver:
             checkpoints.finish(folder, step, about, parts)
             checkpoints.prune(folder, step, self.recipe.keep)
             forget_failures(folder.parent, step)
-            if not _has_room(folder, size):
-                self.on_note(
-                    f"{folder}: {_describe_room(folder, size)}: the next one will stop the run; free some space"
-                )
+            if shortage := _shortage(folder, size):
+                self.on_note(f"{folder}: {shortage}: the next one will stop the run; free some space")
 
         if self._group is None:
             pieces = whole_pieces(tensors)
@@ -226,25 +224,18 @@ class _BackgroundTask:
             self._error = error
 
 
-def _has_room(folder: Path, size: int) -> bool:
-    return _free(folder) >= size + _MARGIN
-
-
 def _check_room(folder: Path, size: int) -> None:
     """Raise an OSError, as of a full disk, that says how much is missing."""
-    if not _has_room(folder, size):
-        raise OSError(errno.ENOSPC, f"{_describe_room(folder, size)}; free some space", str(folder))
+    if shortage := _shortage(folder, size):
+        raise OSError(errno.ENOSPC, f"{shortage}; free some space", str(folder))
 
 
-def _describe_room(folder: Path, size: int) -> str:
-    return f"a checkpoint takes {_format(size)} and {_format(_free(folder))} are free"
-
-
-def _free(folder: Path) -> int:
-    """Free bytes on the disk of a folder, which need not exist yet."""
+def _shortage(folder: Path, size: int) -> str:
+    """What a checkpoint takes, and what is free on the disk of a folder, which need not exist; empty if it fits."""
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
-    return shutil.disk_usage(folder).free
+    free = shutil.disk_usage(folder).free
+    return "" if free >= size + _MARGIN else f"a checkpoint takes {_format(size)} and {_format(free)} are free"
 
 
 def _format(size: int) -> str:
