@@ -53,7 +53,45 @@ CAUSAL = (-1, 0)
 """`window_size` of a layer that attends to all of the past."""
 
 
-class MuSeAttention(Module):
+class _InnerAttention(Module):
+    """What torchtitan calls. A subclass says what the masks are, and attends."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.config: str | None = config.config
+
+    def forward(
+        self,
+        q_BLNH: Tensor,  # the names by which torchtitan's sharding knows the arguments
+        k_BLNH: Tensor,
+        v_BLNH: Tensor,
+        *,
+        attention_masks: Any,
+        scale: float | None = None,
+        out_transform: Callable[[Tensor, Tensor], Tensor] | None = None,
+        enable_gqa: bool = False,
+        **others: Any,
+    ) -> Tensor:
+        """(batch, length, heads, value_dim). `out_transform` gets that and the lse, (batch, length, heads)."""
+        del enable_gqa  # the shapes say so
+        asked = [name for name, value in others.items() if value is not None]
+        if asked:
+            raise ValueError(f"MuSe attention does not support {', '.join(asked)}; use torchtitan's own for this model")
+        with spmd.no_typecheck():
+            query, key = q_BLNH.to(v_BLNH.dtype), k_BLNH.to(v_BLNH.dtype)  # a norm may have made them float32
+            out, lse = self.attend(query, key, v_BLNH, attention_masks, scale)
+            out, lse = out.to(q_BLNH.dtype), lse.transpose(1, 2)
+        _type_like(q_BLNH, out, lse)
+        return out if out_transform is None else out_transform(out, lse)
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, masks: Any, scale: float | None
+    ) -> tuple[Tensor, Tensor]:
+        """As `attend_to_rows`."""
+        raise NotImplementedError
+
+
+class MuSeAttention(_InnerAttention):
     """Causal MuSe attention to the documents of a batch, in place of `VarlenAttention`."""
 
     @dataclass(kw_only=True, slots=True)
@@ -63,10 +101,6 @@ class MuSeAttention(Module):
         config: str | None = None
         """as for `muse_attn_varlen_func`"""
 
-    def __init__(self, config: Config) -> None:
-        super().__init__()
-        self.config = config.config
-
     def parallelize(self, parallel_dims: ParallelDims) -> None:
         if parallel_dims.cp_enabled:
             raise ValueError(
@@ -75,41 +109,26 @@ class MuSeAttention(Module):
             )
         super().parallelize(parallel_dims)
 
-    def forward(
-        self,
-        q_BLNH: Tensor,  # the names by which torchtitan's sharding knows the arguments
-        k_BLNH: Tensor,
-        v_BLNH: Tensor,
-        *,
-        attention_masks: VarlenMetadata,
-        scale: float | None = None,
-        out_transform: Callable[[Tensor, Tensor], Tensor] | None = None,
-        enable_gqa: bool = False,
-        **others: Any,
-    ) -> Tensor:
-        """(batch, length, heads, value_dim). `out_transform` gets that and the lse, (batch, length, heads)."""
-        del enable_gqa  # the shapes say so
-        _refuse_others(others)
-        if not isinstance(attention_masks, VarlenMetadata):
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, masks: Any, scale: float | None
+    ) -> tuple[Tensor, Tensor]:
+        if not isinstance(masks, VarlenMetadata):
             raise ValueError(
-                f"MuSe needs the boundaries of documents as VarlenMetadata, not {type(attention_masks).__name__}: pass "
-                "what the model's get_attention_masks(positions) returns"
+                f"MuSe needs the boundaries of documents as VarlenMetadata, not {type(masks).__name__}: pass what the "
+                "model's get_attention_masks(positions) returns"
             )
-        with spmd.no_typecheck():
-            query, key = q_BLNH.to(v_BLNH.dtype), k_BLNH.to(v_BLNH.dtype)  # a norm may have made them float32
-            if torch.compiler.is_compiling():
-                out, lse = attend_as_one_row(query, key, v_BLNH, attention_masks.cu_seq_q, self.config, True, scale)
-            else:
-                # The boundaries on the host, where torchtitan has them, are not waited for.
-                ends = attention_masks.cu_seq_q_host or attention_masks.cu_seq_q
-                out, lse = attend_to_rows(query, key, v_BLNH, ends, self.config, is_causal=True, scale=scale)
-            out, lse = out.to(q_BLNH.dtype), lse.transpose(1, 2)
-        _type_like(q_BLNH, out, lse)
-        return out if out_transform is None else out_transform(out, lse)
+        if torch.compiler.is_compiling():
+            return attend_as_one_row(query, key, value, masks.cu_seq_q, self.config, True, scale)
+        # The boundaries on the host, where torchtitan has them, are not waited for.
+        ends = masks.cu_seq_q_host or masks.cu_seq_q
+        return attend_to_rows(query, key, value, ends, self.config, is_causal=True, scale=scale)
 
 
-class MuSeUlyssesAttention(Module):
-    """Causal MuSe attention to sequences that lie in parts on the ranks of torchtitan's context parallelism."""
+class MuSeUlyssesAttention(_InnerAttention):
+    """Causal MuSe attention to sequences that lie in parts on the ranks of torchtitan's context parallelism.
+
+    Its masks are the positions of this rank's tokens, (batch, length).
+    """
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
@@ -118,10 +137,7 @@ class MuSeUlyssesAttention(Module):
         config: str | None = None
         """as for `muse_attn_varlen_func`"""
 
-    def __init__(self, config: Config) -> None:
-        super().__init__()
-        self.config = config.config
-        self.mesh: DeviceMesh | None = None
+    mesh: DeviceMesh | None = None
 
     def parallelize(self, parallel_dims: ParallelDims) -> None:
         if parallel_dims.spmd_backend != "spmd_types":
@@ -132,41 +148,16 @@ class MuSeUlyssesAttention(Module):
         self.mesh = parallel_dims.get_optional_mesh("cp")
         super().parallelize(parallel_dims)
 
-    def forward(
-        self,
-        q_BLNH: Tensor,
-        k_BLNH: Tensor,
-        v_BLNH: Tensor,
-        *,
-        attention_masks: Tensor,
-        scale: float | None = None,
-        out_transform: Callable[[Tensor, Tensor], Tensor] | None = None,
-        enable_gqa: bool = False,
-        **others: Any,
-    ) -> Tensor:
-        """As `MuSeAttention.forward`, of this rank's tokens; `attention_masks` are their positions, (batch, length)."""
-        del enable_gqa
-        _refuse_others(others)
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, masks: Any, scale: float | None
+    ) -> tuple[Tensor, Tensor]:
         if torch.compiler.is_compiling():
             raise ValueError(
                 "with context parallelism MuSe reads documents from the positions, which a compiled layer cannot: "
                 "leave 'model' out of --compile.components"
             )
-        with spmd.no_typecheck():
-            documents = _documents_of_whole_rows(attention_masks, self.mesh)
-            query, key = q_BLNH.to(v_BLNH.dtype), k_BLNH.to(v_BLNH.dtype)
-            out, lse = attend_to_rows(
-                query, key, v_BLNH, documents, self.config, is_causal=True, scale=scale, mesh=self.mesh
-            )
-            out, lse = out.to(q_BLNH.dtype), lse.transpose(1, 2)
-        _type_like(q_BLNH, out, lse)
-        return out if out_transform is None else out_transform(out, lse)
-
-
-def _refuse_others(others: dict[str, Any]) -> None:
-    asked = [name for name, value in others.items() if value is not None]
-    if asked:
-        raise ValueError(f"MuSe attention does not support {', '.join(asked)}; use torchtitan's own for this model")
+        documents = _documents_of_whole_rows(masks, self.mesh)
+        return attend_to_rows(query, key, value, documents, self.config, is_causal=True, scale=scale, mesh=self.mesh)
 
 
 def _documents_of_whole_rows(positions: Tensor, mesh: DeviceMesh | None) -> DocumentBoundaries | None:
@@ -195,24 +186,22 @@ def _documents_of_whole_rows(positions: Tensor, mesh: DeviceMesh | None) -> Docu
 def muse(attention: BaseAttention.Config, config: str | None = None) -> BaseAttention.Config:
     """The configuration of an attention layer with MuSe inside; unchanged if the layer has a sliding window."""
     check_config(config)
-    inner = attention.inner_attention
-    if isinstance(inner, VarlenAttention.Config) and inner.window_size != CAUSAL:
+    if _has_window(attention):
         return attention
-    _refuse_hidden_windows(attention)
-    return dataclasses.replace(attention, inner_attention=derive(inner, MuSeAttention.Config, config=config))
+    inner = derive(attention.inner_attention, MuSeAttention.Config, config=config)
+    return dataclasses.replace(attention, inner_attention=inner)
 
 
 @override(target=BaseAttention.Config, description="MuSe attention over the ranks of context parallelism")
 def muse_ulysses(attention: BaseAttention.Config, config: str | None = None) -> BaseAttention.Config:
     """The configuration of an attention layer with MuSe inside, for sequences in parts on several ranks."""
     check_config(config)
-    inner = attention.inner_attention
-    if isinstance(inner, VarlenAttention.Config) and inner.window_size != CAUSAL:
+    if _has_window(attention):
         raise ValueError(
             "a layer with a sliding window has no context parallelism with MuSe: use torchtitan's own attention, or "
             "--parallelism.context_parallel_degree 1 and the override muse"
         )
-    _refuse_hidden_windows(attention)
+    inner = attention.inner_attention
     sharding = _sharding_of_parts(inner.sharding_config)
     return derive(
         attention,
@@ -221,16 +210,17 @@ def muse_ulysses(attention: BaseAttention.Config, config: str | None = None) -> 
     )
 
 
-def _refuse_hidden_windows(attention: BaseAttention.Config) -> None:
-    """Windows of a model with FlexAttention are in its masks, where MuSe would not see them."""
+def _has_window(attention: BaseAttention.Config) -> bool:
+    """Whether it has a sliding window. FlexAttention's are in its masks, where MuSe would not see them: refused."""
     inner = attention.inner_attention
     if isinstance(inner, VarlenAttention.Config):
-        return
+        return inner.window_size != CAUSAL
     if not isinstance(inner, FlexAttention.Config) or hasattr(attention, "sliding_window_size"):
         raise ValueError(
             f"MuSe cannot replace {type(inner).__qualname__} in {type(attention).__qualname__}: build the "
             "model with attn_backend='varlen', which context parallelism does not support"
         )
+    return False
 
 
 def _sharding_of_parts(sharding: ShardingConfig | None) -> ShardingConfig | None:
