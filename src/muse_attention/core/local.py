@@ -287,12 +287,11 @@ def _blocks(tensors: tuple[Tensor, ...], block_size: int) -> list[list[Tensor]]:
     Where all have the same heads, blocks take the place of heads, which needs no copy: (batch heads, nb, B, X). Else
     they go into the batch: (batch nb, heads, B, X).
     """
-    length = tensors[0].shape[2]
-    if length % block_size == 0 and _same_heads(tensors):
+    length, same_heads = tensors[0].shape[2], _same_heads(tensors)
+    if length % block_size == 0 and same_heads:
         return [[tensor.reshape(-1, length // block_size, block_size, tensor.shape[3]) for tensor in tensors]]
     in_blocks = length // block_size * block_size
     cuts = [(0, in_blocks, block_size), (in_blocks, length, length - in_blocks)]
-    same_heads = _same_heads(tensors)
 
     def cut(tensor: Tensor, begin: int, end: int, size: int) -> Tensor:
         blocks = tensor[:, :, begin:end].unflatten(2, (-1, size))

@@ -7,24 +7,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from muse_attention.backends.torch.grouping import with_padding
+from muse_attention.backends.torch.grouping import Groups, group_rows, with_padding
 from muse_attention.config import MuSeConfig
 
 
 @dataclass(frozen=True)
-class Buckets:
-    """The buckets of the blocks that are seen, counted block after block."""
+class Buckets(Groups):
+    """The buckets of the blocks that are seen, counted block after block: groups of positions in the sequence."""
 
     keys: Tensor
-    """(seen keys + 1, D): the last row is 0, for padding"""
+    """(seen keys + 1, D), in their order: the last row is 0, for padding"""
     values: Tensor
     """(seen keys + 1, Dv): likewise"""
-    order: Tensor
-    """(seen keys,) int64: the position of each row in the sequence"""
-    starts: Tensor
-    """(buckets,) int64"""
-    sizes: Tensor
-    """(buckets,) int64"""
     key_clusters: int
 
     @classmethod
@@ -33,16 +27,9 @@ class Buckets:
         seen = min(keys.shape[0], seen_blocks * config.block_size)
         position = torch.arange(seen, device=keys.device)
         bucket = position // config.block_size * config.key_clusters + assignment[:seen].long()
-        order = bucket.sort(stable=True).indices
-        sizes = torch.bincount(bucket, minlength=seen_blocks * config.key_clusters)
-        return cls(
-            with_padding(keys[order]),
-            with_padding(values[order]),
-            order,
-            sizes.cumsum(0) - sizes,
-            sizes,
-            config.key_clusters,
-        )
+        groups = group_rows(bucket, seen_blocks * config.key_clusters)
+        keys, values = (with_padding(table[groups.order]) for table in (keys, values))
+        return cls(groups.order, groups.starts, groups.sizes, keys, values, config.key_clusters)
 
     @property
     def blocks(self) -> int:
