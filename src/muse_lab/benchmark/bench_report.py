@@ -15,7 +15,6 @@ from muse_lab.benchmark.tables import (
     format_memory,
     format_ratio,
     format_seconds,
-    format_share,
     format_spread,
     noise_lines,
     settings_line,
@@ -110,7 +109,8 @@ def _found_note(cases: Sequence[Case]) -> list[Note]:
 def _stages_table(results: BenchmarkResults) -> Table:
     def share(stage: str, case: Case) -> str:
         milliseconds = case.stage_milliseconds or {}
-        return format_share(milliseconds[stage], sum(milliseconds.values()))
+        part, total = milliseconds[stage], sum(milliseconds.values())
+        return f"{format_seconds(part / 1000)} ({part / total:.0%})" if part else "-"
 
     return _table(
         results,

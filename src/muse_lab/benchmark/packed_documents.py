@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -81,7 +80,8 @@ def measure_documents(
     """Times of the baseline, of each configuration (`""` is the default), and of `muse_attention` for one document."""
     boundaries = DocumentBoundaries.from_lengths(settings.documents)
     workload = _workload(settings)
-    attentions: dict[str, AttentionCall] = {_baseline_name(settings): _baseline(settings, boundaries)}
+    baseline, attend = _baseline(settings, boundaries)
+    attentions = {baseline: attend}
     for config in configs:
         name = f"muse:{config}" if config else "muse"
         attentions[f"{name}, packed"] = functools.partial(_packed, boundaries, config or None)
@@ -132,28 +132,22 @@ def _single_document(
     return out[0].transpose(0, 1)
 
 
-def _baseline_name(settings: DocumentsSettings) -> str:
-    return "scaled_dot_product_attention of each document" if settings.device == "cpu" else "varlen_attn"
-
-
-def _baseline(settings: DocumentsSettings, boundaries: DocumentBoundaries) -> AttentionCall:
+def _baseline(settings: DocumentsSettings, boundaries: DocumentBoundaries) -> tuple[str, AttentionCall]:
+    """Exact attention inside each document, and its name."""
     if settings.device == "cpu":
-        return functools.partial(_each_by_sdpa, list(boundaries.lengths))
+        of_each = functools.partial(_each_by_sdpa, list(boundaries.lengths))
+        return "scaled_dot_product_attention of each document", of_each
     from torch.nn.attention.varlen import varlen_attn
 
     ends = torch.tensor([0, *boundaries.ends], dtype=torch.int32, device=settings.device)
-    known = inspect.signature(varlen_attn).parameters
 
     def attend(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, enable_gqa: bool) -> Tensor:
-        options: dict[str, Any] = {"enable_gqa": True} if enable_gqa else {}
-        if "is_causal" in known:
-            options["is_causal"] = is_causal
-        elif is_causal:
-            options["window_size"] = (-1, 0)
+        options: dict[str, Any] = {"window_size": (-1, 0 if is_causal else -1)}
+        options |= {"enable_gqa": True} if enable_gqa else {}  # torch 2.11 does not know it
         out: Any = varlen_attn(query, key, value, ends, ends, boundaries.longest, boundaries.longest, **options)
         return out
 
-    return attend
+    return "varlen_attn", attend
 
 
 def _each_by_sdpa(

@@ -105,7 +105,8 @@ class _Run:
             attentions = (get_attention(request.full_name), sdpa)
             memory, sdpa_memory = (extra_memory_on_cuda(attention, workload) for attention in attentions)
             return memory, sdpa_memory
-        known = [case for case in self._results.cases if _has_same_memory(case.shape, request.shape)]
+        place = (request.shape.length, request.shape.head_dim)  # measured for one head, however many there are
+        known = [case for case in self._results.cases if (case.shape.length, case.shape.head_dim) == place]
         sdpa_extra = known[0].sdpa_extra_memory_bytes if known else self._memory_on_cpu(SDPA, request.shape)
         return self._memory_on_cpu(request.full_name, request.shape), sdpa_extra
 
@@ -124,8 +125,3 @@ class _Run:
                 repeat_captures=captures is not None and captures.repeat,
             )
         )
-
-
-def _has_same_memory(shape: Shape, other: Shape) -> bool:
-    """On a CPU, memory is measured for one head, however many there are."""
-    return (shape.length, shape.head_dim) == (other.length, other.head_dim)

@@ -82,11 +82,6 @@ def format_memory(count: int | None) -> str:
     return f"{mebibytes:.1f} MiB" if mebibytes < 100 else f"{mebibytes:.0f} MiB"
 
 
-def format_share(part: float, total: float) -> str:
-    """A time in milliseconds, and its share of the total."""
-    return f"{format_seconds(part / 1000)} ({part / total:.0%})" if part else "-"
-
-
 def settings_line(settings: BenchmarkSettings) -> str:
     """The data and settings of a measurement, in words."""
     kind = "clustered synthetic queries, keys and values"
