@@ -156,12 +156,6 @@ def muse(
         typer.echo(context.get_help())
 
 
-def default_device() -> str:
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
 def file_stem(name: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", name):
         raise ValueError(f"--name {name!r} must be a plain file name: letters, digits, '_', '-' and '.'")

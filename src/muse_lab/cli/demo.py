@@ -172,7 +172,7 @@ def _train(corpus: Corpus, recipe: Recipe, output: Path, place: Place, number: i
 
 
 def _compare(output: Path, call: BenchmarkResults, place: Place, command: str, overwrite: bool) -> None:
-    typer.echo(f"{_count(_PARTS)}: comparing the two on {_SAMPLES} held-out windows, under both attentions")
+    typer.echo(f"{_PARTS} of {_PARTS}: comparing the two on {_SAMPLES} held-out windows, under both attentions")
     request = ComparisonRequest(
         corpus=output / "corpus",
         samples=_SAMPLES,
@@ -192,9 +192,5 @@ def _compare(output: Path, call: BenchmarkResults, place: Place, command: str, o
 
 def _is_done(number: int, part: str, place: Path, *, is_done: bool) -> bool:
     """Print the part that begins, or that its files are there already. Returns `is_done`."""
-    typer.echo(f"{_count(number)}: {part}" + (f": {place} is there already" if is_done else ""))
+    typer.echo(f"{number} of {_PARTS}: {part}" + (f": {place} is there already" if is_done else ""))
     return is_done
-
-
-def _count(number: int) -> str:
-    return f"{number} of {_PARTS}"

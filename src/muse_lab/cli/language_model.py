@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import torch
 import typer
 from torch import Tensor
 
 from muse_lab.benchmark.workload import DTYPES, check_device
-from muse_lab.cli.app import busy, default_device, say
+from muse_lab.cli.app import busy, say
 from muse_lab.cli.options import flag, option
 from muse_lab.evaluation.settings import TextSettings, check_context, describe_model, take_fingerprint
 from muse_lab.evaluation.texts import describe_texts, read_samples, read_samples_inside
@@ -52,7 +53,7 @@ class Place:
     @classmethod
     def choose(cls, device: str | None, dtype: str | None) -> Place:
         """The device and dtype asked for, or this machine's defaults; raises ValueError for unknown ones."""
-        device = device or default_device()
+        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         check_device(device)
         dtype = dtype or ("bfloat16" if device == "cuda" else "float32")
         if dtype not in DTYPES:

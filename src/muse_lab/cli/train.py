@@ -15,14 +15,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from muse_attention.sizes import format_size
-from muse_lab.benchmark.workload import check_device
 from muse_lab.cli.app import (
     SECONDS_BEFORE_FIRST_LINE,
     SECONDS_BETWEEN_LINES,
     Device,
     app,
     busy,
-    default_device,
     make_folder,
     nonempty_path,
     phases_bar,
@@ -30,7 +28,7 @@ from muse_lab.cli.app import (
     say,
     user_errors,
 )
-from muse_lab.cli.language_model import short_warnings
+from muse_lab.cli.language_model import Place, short_warnings
 from muse_lab.cli.options import flag, option, with_option_groups
 from muse_lab.pretraining.data.corpus import Corpus, read_corpus
 from muse_lab.pretraining.recipes import GOES_ON_FROM, RECIPES, Recipe, field_meanings, get_recipe, override
@@ -126,8 +124,7 @@ def train(
         if resume and overwrite:
             raise ValueError("--resume continues a run and --overwrite replaces it; leave one out")
         stopping = Stopping(parse_duration(time_limit) if time_limit else None)
-        place = device or default_device()
-        check_device(place)
+        place = Place.choose(device, None).device
         wanted = [*(changes or []), *(f"{name}={text}" for name, text in options.items() if text is not None)]
         for change in changes or []:
             key = change.partition("=")[0]

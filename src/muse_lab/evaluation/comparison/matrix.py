@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from muse_lab.evaluation.comparison.results import Cell, ComparisonResults, ComparisonSettings, Run
+from muse_lab.evaluation.comparison.results import Cell, ComparisonResults, Run
 from muse_lab.evaluation.comparison.runs import StoredRun, choose_evenly, load_weights
 from muse_lab.evaluation.loss.curves import bins_of
 from muse_lab.evaluation.loss.positions import position_losses
@@ -28,7 +28,7 @@ from muse_lab.records.attention_names import EXACT, without_freezing
 from muse_lab.records.stored_results import OnStep, rounded
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    pass
 
 
 _DIGITS = 8
@@ -85,7 +85,8 @@ def measure(
                 results.write(path)
             for sample, attention in results.missing(run.name, step, attentions_of(run, step, attentions)):
                 on_step(f"{run.name}, step {step}: {attention}, sample {sample + 1} of {len(samples)}", finished)
-                losses = _sample_losses(model, samples[sample], attention, settings)
+                with torch.autocast(settings.device, torch.bfloat16, enabled=settings.precision == "bfloat16"):
+                    losses = position_losses(model, samples[sample][:-1], attention, samples[sample][1:])
                 if not math.isfinite(float(losses.sum())):
                     raise ValueError(
                         f"the loss of {run.name} under {attention} is not a finite number; use --dtype float32"
@@ -104,12 +105,6 @@ def take_records(runs: Sequence[StoredRun], corpus: Corpus, results: ComparisonR
         parameters = make_empty_model(corpus, run.recipe).num_parameters()
         results.runs[run.name] = Run(run.name, run.recipe, parameters, run.newest, run.curves, run.device)
     results.write(path)
-
-
-def _sample_losses(model: PreTrainedModel, window: Tensor, attention: str, settings: ComparisonSettings) -> Tensor:
-    """(length) losses of the tokens after each position, as in training."""
-    with torch.autocast(settings.device, torch.bfloat16, enabled=settings.precision == "bfloat16"):
-        return position_losses(model, window[:-1], attention, window[1:])
 
 
 def _add(results: ComparisonResults, run: str, step: int, fingerprint: str, attention: str, losses: Tensor) -> None:

@@ -15,6 +15,8 @@ POINTS = 32
 """Largest number of points of a curve."""
 UNSETTLED = 3
 """Updates after a change of the attention that do not count for speed: memory is allocated, kernels are compiled."""
+_PROBES = {"rse", "answers_loss"}
+"""Names in `metrics.jsonl` of what takes time beside the update."""
 
 
 class Point(NamedTuple):
@@ -129,7 +131,7 @@ def _averages(updates: Sequence[Point], averaged: int) -> Iterable[Point]:
 def _speeds(steps: Sequence[Mapping[str, Any]]) -> dict[str, Speed]:
     by_attention: dict[str, list[float]] = {}
     for attention, group in itertools.groupby(steps, key=lambda step: step["attention"]):
-        settled = [step["tokens_per_second"] for step in list(group)[UNSETTLED:] if not _is_probed(step)]
+        settled = [step["tokens_per_second"] for step in list(group)[UNSETTLED:] if not step.keys() & _PROBES]
         by_attention.setdefault(attention, []).extend(settled)
     return {name: Speed(statistics.median(speeds), len(speeds)) for name, speeds in by_attention.items() if speeds}
 
@@ -137,7 +139,3 @@ def _speeds(steps: Sequence[Mapping[str, Any]]) -> dict[str, Speed]:
 def _under_exact_attention(measured: Mapping[str, float], attention: str) -> dict[str, float]:
     end = "" if attention == EXACT else EXACT_END
     return {name.removesuffix(end): value for name, value in measured.items() if name.endswith(end)}
-
-
-def _is_probed(step: Mapping[str, Any]) -> bool:
-    return "rse" in step or "answers_loss" in step
