@@ -89,11 +89,8 @@ class Batches:
     def _sample(self, number: int) -> Tensor:
         if self.mixture is not None and self.mixture.replaces(number):
             return self.mixture.make(number)
-        return self.windows[self._index(number)]
-
-    def _index(self, number: int) -> int:
         epoch, position = divmod(number, len(self.windows))
-        return shuffled(position, len(self.windows), f"{self.seed}/{epoch}")
+        return self.windows[shuffled(position, len(self.windows), f"{self.seed}/{epoch}")]
 
 
 def shuffled(position: int, size: int, key: str) -> int:

@@ -25,7 +25,7 @@ from muse_lab.pretraining.monitoring.error_limit import Probed
 from muse_lab.pretraining.monitoring.held_out import Evaluation
 from muse_lab.pretraining.monitoring.metrics import Step
 from muse_lab.pretraining.monitoring.probe import Probe
-from muse_lab.pretraining.optimiser import are_finite, learned_tensors, set_learning_rate
+from muse_lab.pretraining.optimiser import are_finite, learned_tensors
 from muse_lab.pretraining.parallel import World, accumulate_gradients, full_tensor, local_part
 from muse_lab.pretraining.prefetch import ReaderError, ReadingError, can_read_ahead, read_ahead, read_batches
 from muse_lab.pretraining.recipes import Recipe
@@ -89,7 +89,8 @@ class Loop:
         rate = learning_rate(
             step, steps=recipe.steps, warmup=recipe.warmup, peak=recipe.peak_rate, final=recipe.final_rate
         )
-        set_learning_rate(self.optimiser, rate)
+        for group in self.optimiser.param_groups:
+            group["lr"] = rate
         self.optimiser.zero_grad()
         loss, (is_asked, self.is_due, has_failed) = self.world.mean_and_flags(
             self._differentiate(tokens),

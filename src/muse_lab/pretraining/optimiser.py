@@ -26,11 +26,6 @@ def make_optimiser(model: nn.Module, recipe: Recipe) -> torch.optim.AdamW:
     )
 
 
-def set_learning_rate(optimiser: torch.optim.AdamW, rate: float) -> None:
-    for group in optimiser.param_groups:
-        group["lr"] = rate
-
-
 def learned_tensors(model: nn.Module, optimiser: torch.optim.AdamW) -> dict[str, Tensor]:
     """Weights and moments by name, sharded as the model is, after at least one update."""
     tensors: dict[str, Tensor] = {}

@@ -181,9 +181,7 @@ def as_line(text: str) -> str:
     return words if len(words) <= _SHOWN else f"{words[:_SHOWN]}..."
 
 
-def _parse_tensors(document: object, files: tuple[StoredFile, ...]) -> dict[str, StoredTensor]:
-    if not isinstance(document, dict):
-        raise TypeError
+def _parse_tensors(document: Any, files: tuple[StoredFile, ...]) -> dict[str, StoredTensor]:
     tensors, file_names = {}, {number: file.name for number, file in enumerate(files)}
     for name, values in document.items():
         dtype = getattr(torch, values["dtype"])

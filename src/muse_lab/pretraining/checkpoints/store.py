@@ -128,14 +128,11 @@ def prune(folder: Path, step: int, keep: int) -> None:
 
     `keep` regular ones are left; a `step` that is itself temporary is kept in addition.
     """
-    regular: list[int] = []
-    temporary: list[int] = []
-    for other in steps_in(folder):
-        (temporary if _is_until_next(folder_of(folder, other)) else regular).append(other)
-    older = [other for other in regular if other < step]
-    left = keep - (step in regular)
-    for other in sorted([*(other for other in temporary if other < step), *older[: max(0, len(older) - left)]]):
-        remove_folder(folder_of(folder, other))
+    steps = [other for other in steps_in(folder) if other <= step]
+    regular = [other for other in steps if not _is_until_next(folder_of(folder, other))]
+    for other in steps:
+        if other != step and other not in regular[-keep:]:
+            remove_folder(folder_of(folder, other))
 
 
 def clear_after(folder: Path, step: int) -> None:

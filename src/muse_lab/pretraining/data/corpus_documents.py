@@ -82,8 +82,6 @@ def join_files(repository: str, files: Iterable[tuple[str, str]], most_bytes: in
 def cut_text(name: str, text: str, most_bytes: int) -> list[Document]:
     """The text as it is, or cut at ends of lines if it has more than `most_bytes`."""
     encoded = text.encode()
-    if len(encoded) <= most_bytes:
-        return [Document(name, 0, (Piece("", text),), 1, len(encoded))]
     documents: list[Document] = []
     start = 0
     while start < len(encoded):

@@ -446,10 +446,8 @@ def _attend_in_windows_of_documents(
     return out.unflatten(0, (batch, length)).transpose(1, 2)
 
 
-@functools.lru_cache(maxsize=64)
-def _documents_of_part(documents: DocumentBoundaries, rows: int, begin: int, end: int) -> DocumentBoundaries:
-    """The boundaries in columns `begin` to `end`, cached because all layers of a batch need them."""
-    return documents.in_columns(rows, begin, end)
+_documents_of_part = functools.lru_cache(maxsize=64)(DocumentBoundaries.in_columns)
+"""Cached because all layers of a batch need them."""
 
 
 def _layer_norm(config: DecoderConfig) -> nn.LayerNorm:

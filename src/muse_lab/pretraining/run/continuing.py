@@ -71,19 +71,19 @@ def begin_with_finished(run: Path, output: Path, recipe: Recipe, corpus: Corpus,
 
     Does nothing if that folder has a checkpoint already. Collective: every rank must call it.
     """
-    world.let_first(lambda: _copy_state(run, output, recipe, corpus), f"begin with the run in {run}")
 
+    def copy_state() -> None:
+        if has_learnt(output):
+            return
+        finished = open_last(run, corpus)
+        metrics = run / FILE
+        if metrics.exists():  # first: a folder that has a checkpoint has all lines before it
+            with errors_naming(metrics):
+                replace_file(output / FILE, read_regular(metrics, LARGEST_METRICS))
+        about = {**finished.about, "recipe": dataclasses.asdict(recipe)}
+        checkpoints.copy_checkpoint(finished, output / CHECKPOINTS, about)
 
-def _copy_state(run: Path, output: Path, recipe: Recipe, corpus: Corpus) -> None:
-    if has_learnt(output):
-        return
-    finished = open_last(run, corpus)
-    metrics = run / FILE
-    if metrics.exists():  # first: a folder that has a checkpoint has all lines before it
-        with errors_naming(metrics):
-            replace_file(output / FILE, read_regular(metrics, LARGEST_METRICS))
-    about = {**finished.about, "recipe": dataclasses.asdict(recipe)}
-    checkpoints.copy_checkpoint(finished, output / CHECKPOINTS, about)
+    world.let_first(copy_state, f"begin with the run in {run}")
 
 
 def open_last(run: Path, corpus: Corpus) -> checkpoints.Checkpoint:

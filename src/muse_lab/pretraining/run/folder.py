@@ -238,15 +238,9 @@ def _read_run(output: Path) -> dict[str, Any]:
     except ValueError:
         document = None
     if not isinstance(document, dict):
-        raise ValueError(f"{path} is not of muse train; {_remedy(output)}")
+        resumed = f", or move {RUN} away and resume with the recipe that the run had" if has_learnt(output) else ""
+        raise ValueError(f"{path} is not of muse train; choose another output{resumed}")
     return document
-
-
-def _remedy(output: Path) -> str:
-    """What to do about a `run.json` that cannot be read."""
-    if not has_learnt(output):
-        return "choose another output"
-    return f"choose another output, or move {RUN} away and resume with the recipe that the run had"
 
 
 def _recipe_of(document: dict[str, Any], where: Path) -> Recipe:
