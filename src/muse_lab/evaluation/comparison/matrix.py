@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -26,9 +25,6 @@ from muse_lab.pretraining.initial_model import make_empty_model
 from muse_lab.pretraining.recipes import differences
 from muse_lab.records.attention_names import EXACT, without_freezing
 from muse_lab.records.stored_results import OnStep, rounded
-
-if TYPE_CHECKING:
-    pass
 
 
 _DIGITS = 8
