@@ -26,7 +26,6 @@ from muse_lab.pretraining.recipes import differences
 from muse_lab.records.attention_names import EXACT, without_freezing
 from muse_lab.records.stored_results import OnStep, rounded
 
-
 _DIGITS = 8
 """of the stored losses"""
 
