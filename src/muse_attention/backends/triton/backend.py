@@ -15,6 +15,7 @@ from muse_attention.backends.triton.clustering import find_clusters, shuffled_po
 from muse_attention.backends.triton.integer_tables import size_of_tables
 from muse_attention.backends.triton.layout import Plan
 from muse_attention.backends.triton.limits import MOST_PROGRAMS
+from muse_attention.backends.triton.lloyd import start_positions
 from muse_attention.backends.triton.runtime import schedule
 from muse_attention.backends.triton.runtime.schedule import aligned
 from muse_attention.config import MuSeConfig
@@ -34,8 +35,9 @@ class TritonBackend(Backend):
         sides = sides_to_cluster(query, key, config, scale=scale)
         order = shuffled_positions(key.shape[2], config.seed, key.device)
         side_settings = tuple((side.factor, side.clusters, side.cap) for side in sides)
-        vectors = [aligned(side.vectors) for side in sides]
-        return join_sides(query, *schedule.run(find_clusters, (order, *vectors), (side_settings, config)))
+        starts = [start_positions(key.shape[2:3], side.clusters, config.seed, key.device) for side in sides]
+        tensors = (order, *starts, *(aligned(side.vectors) for side in sides))
+        return join_sides(query, *schedule.run(find_clusters, tensors, (side_settings, config)))
 
     def choose_blocks(self, query: Tensor, means: Tensor, config: MuSeConfig, *, is_causal: bool) -> Selection:
         return Selection(*schedule.run(choose_blocks, (aligned(query), aligned(means)), (config, is_causal)))

@@ -107,3 +107,9 @@ def in_range(number, size):
 def finite_square(square):
     """A sum of squares after rounding: 0 if it is negative, infinite or NaN."""
     return tl.where((square > 0) & (square < float("inf")), square, 0.0)
+
+
+@triton.jit
+def log2_floor(number):
+    """Of an integer from 1 to 2^24, read from the exponent of its float32."""
+    return (number.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127

@@ -5,6 +5,7 @@ A kernel holds all centroids of a head on chip if they fit, and otherwise goes o
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,30 +13,67 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from muse_attention.backends.triton.device_functions import dot, index_in_order
-from muse_attention.backends.triton.numbers import accumulator, cdiv, padded
-from muse_attention.backends.triton.runtime.launching import kernel
+from muse_attention.backends.triton.device_functions import dot, index_in_order, load_rows, store_rows
+from muse_attention.backends.triton.numbers import accumulator, padded
 from muse_attention.core.precision import compute_dtype
-from muse_attention.core.structures import Side
 
 _MOST_NUMBERS = 1 << 15
 """Largest padded size of the centroids that a kernel holds on chip as a whole."""
 _NUMBERS_OF_CHUNK = 1 << 13
 """Size of a chunk of larger ones, in float32: the next chunk is loaded meanwhile."""
-_TILES_OF_PART = 16
-"""Tiles of vectors per program."""
-FIND_NEAREST = {"num_warps": 4}
 
 
-class Vectors:
-    """One or two tensors of vectors, clustered by the same launches."""
+@dataclass(frozen=True)
+class Sequences:
+    """Vectors of all heads in sequences, each clustered on its own: the queries before each of `S` generations, and the
+    keys of each block that is seen. One generation and one block, which are all of a head, are the paper's method."""
 
-    def __init__(self, sides: list[Side]) -> None:
-        self.first, self.factor, self.second = sides[0].vectors, sides[0].factor, sides[-1].vectors
-        self.heads = sum(side.vectors.shape[0] for side in sides)
-        self.length, self.head_dim = self.first.shape[1:]
-        self.clusters = sides[0].clusters
-        self.at_once = centroids_at_once(self.clusters, self.head_dim)
+    queries: Tensor
+    """(H, N, D)"""
+    keys: Tensor
+    """(G, N, D)"""
+    query_centroids: Tensor
+    """(H, S, Q, D)"""
+    query_assignment: Tensor
+    """(H, N) int32"""
+    key_centroids: Tensor
+    """(G, seen blocks, K, D)"""
+    key_assignment: Tensor
+    """(G, N) int32"""
+    factor: float
+    """of queries"""
+    block_size: int
+    is_causal: bool
+
+    @classmethod
+    def new(
+        cls, queries: Tensor, keys: Tensor, query_shape: tuple[int, int], key_shape: tuple[int, int], *settings: Any
+    ) -> Sequences:
+        """With room for (S, Q) centroids of queries and (seen blocks, K) of keys. `settings` are the last fields."""
+        return cls(queries, keys, *_new_tables(queries, *query_shape), *_new_tables(keys, *key_shape), *settings)
+
+    @property
+    def tables(self) -> tuple[Tensor, ...]:
+        """Centroids and assignment of queries, then of keys."""
+        return self.query_centroids, self.query_assignment, self.key_centroids, self.key_assignment
+
+    @property
+    def heads(self) -> int:
+        """Of queries and of keys."""
+        return self.queries.shape[0] + self.keys.shape[0]
+
+    @property
+    def length(self) -> int:
+        return self.queries.shape[1]
+
+    @property
+    def clusters(self) -> int:
+        """The larger number of a sequence's clusters, of queries or keys."""
+        return max(self.query_centroids.shape[2], self.key_centroids.shape[2])
+
+    @property
+    def at_once(self) -> int:
+        return centroids_at_once(self.clusters, self.queries.shape[2])
 
     @property
     def is_cut(self) -> bool:
@@ -43,39 +81,47 @@ class Vectors:
         return self.at_once < self.clusters
 
     @property
-    def arguments(self) -> dict[str, Any]:
-        """Arguments of kernels: heads below `first_heads` are rows of `first_ptr`, the others of `second_ptr`."""
+    def vectors(self) -> dict[str, Any]:
+        """Arguments of kernels, like the next three: vectors and their centroids."""
         return {
-            "first_ptr": self.first,
-            "second_ptr": self.second,
-            "first_heads": self.first.shape[0],
+            "queries_ptr": self.queries,
+            "keys_ptr": self.keys,
+            "query_centroids_ptr": self.query_centroids,
+            "key_centroids_ptr": self.key_centroids,
+            "query_heads": self.queries.shape[0],
             "length": self.length,
-            "clusters": self.clusters,
             "FACTOR": self.factor,
-            "D": self.head_dim,
-            "ACC": accumulator(self.first.dtype),
+            "D": self.queries.shape[2],
+            "ACC": accumulator(self.queries.dtype),
         }
 
     @property
+    def arguments(self) -> dict[str, Any]:
+        """The same, and which sequences there are."""
+        return {
+            **self.vectors,
+            "generations": self.query_centroids.shape[1],
+            "seen_blocks": self.key_centroids.shape[1],
+            "block_size": self.block_size,
+            "query_clusters": self.query_centroids.shape[2],
+            "key_clusters": self.key_centroids.shape[2],
+            "IS_CAUSAL": self.is_causal,
+        }
+
+    @property
+    def assignments(self) -> dict[str, Tensor]:
+        return {"query_assignment_ptr": self.query_assignment, "key_assignment_ptr": self.key_assignment}
+
+    @property
     def chunks(self) -> dict[str, int]:
-        return {"CP": padded(self.clusters), "CHUNK": self.at_once}
-
-    def new_table(self) -> Tensor:
-        """(heads, clusters, D): room for centroids."""
-        shape = (self.heads, self.clusters, self.head_dim)
-        return self.first.new_empty(shape, dtype=compute_dtype(self.first.dtype))
+        return {"CP": padded(self.clusters), "CHUNK": self.at_once, "TILE": rows_with_scores(self.at_once)}
 
 
-def find_nearest(vectors: Vectors, centroids: Tensor, stride: int = 1) -> Tensor:
-    """(heads, N / stride) int32: the nearest of (heads, clusters, D) centroids, for every `stride`-th vector."""
-    sampled = cdiv(vectors.length, stride)
-    assignment = vectors.first.new_empty(vectors.heads, sampled, dtype=torch.int32)
-    tile = rows_with_scores(vectors.at_once)
-    _find_nearest[(cdiv(sampled, tile * _TILES_OF_PART), vectors.heads)](
-        **vectors.arguments, centroids_ptr=centroids, assignment_ptr=assignment, stride=stride, **vectors.chunks,
-        TILE=tile, TILES=_TILES_OF_PART, **FIND_NEAREST,
-    )  # fmt: skip
-    return assignment
+def _new_tables(vectors: Tensor, sequences: int, clusters: int) -> tuple[Tensor, Tensor]:
+    """Room for centroids and the assignment."""
+    heads, length, head_dim = vectors.shape
+    centroids = vectors.new_empty(heads, sequences, clusters, head_dim, dtype=compute_dtype(vectors.dtype))
+    return centroids, vectors.new_empty(heads, length, dtype=torch.int32)
 
 
 def rows_with_scores(clusters: int) -> int:
@@ -90,42 +136,39 @@ def centroids_at_once(clusters: int, head_dim: int) -> int:
 
 
 @triton.jit
-def vectors_of_sequence(first_ptr, second_ptr, sequence, first_heads, length, D: tl.constexpr):
-    """Pointer to the vectors of a sequence."""
-    if sequence < first_heads:
-        vectors_ptr = first_ptr + sequence.to(tl.int64) * length * D
+def rows_of_head(queries_ptr, keys_ptr, head, query_heads, rows, X: tl.constexpr):
+    """Pointer to what a head has of two tables with so many rows of `X` numbers for each head."""
+    if head < query_heads:
+        rows_ptr = queries_ptr + head.to(tl.int64) * rows * X
     else:
-        vectors_ptr = second_ptr + (sequence - first_heads).to(tl.int64) * length * D
-    return vectors_ptr
+        rows_ptr = keys_ptr + (head - query_heads).to(tl.int64) * rows * X
+    return rows_ptr
 
 
 @triton.jit
-def load_vectors(vectors_ptr, offs_row, mask_row, is_first, FACTOR: tl.constexpr, D: tl.constexpr, ACC: tl.constexpr):
-    """[ROWS, D]: rows of vectors, times the factor of their side. 0 for what is not finite: it must poison what attends
-    to it, not the clustering of everything else."""
-    offs_d = tl.arange(0, padded(D))  # [D]
-    mask = mask_row[:, None] & (offs_d < D)[None, :]  # [ROWS, D]
-    # [ROWS, D]
-    loaded = tl.load(vectors_ptr + offs_row.to(tl.int64)[:, None] * D + offs_d[None, :], mask=mask, other=0.0)
+def load_vectors(
+    vectors_ptr, offs_row, mask_row, are_queries, FACTOR: tl.constexpr, D: tl.constexpr, ACC: tl.constexpr
+):
+    """[ROWS, D]: rows of vectors, times the factor of queries. 0 for what is not finite: it must poison what attends to
+    it, not the clustering of everything else."""
+    loaded = load_rows(vectors_ptr, 0, offs_row.to(tl.int64), mask_row, D)  # [ROWS, D]
     scaled = loaded.to(ACC)  # [ROWS, D]
-    scaled = tl.where(is_first, scaled * FACTOR, scaled)
+    scaled = tl.where(are_queries, scaled * FACTOR, scaled)
     return tl.where(tl.abs(scaled) < float("inf"), scaled, 0.0).to(loaded.dtype)
 
 
 @triton.jit
-def load_centroids(centroids_ptr, sequence, first, clusters, D: tl.constexpr, CHUNK: tl.constexpr):
+def load_centroids(centroids_ptr, first, clusters, D: tl.constexpr, CHUNK: tl.constexpr):
     """[CHUNK, D]: the centroids of a sequence from `first` on."""
-    offs_cluster, offs_d = first + tl.arange(0, CHUNK), tl.arange(0, padded(D))  # [CHUNK], [D]
-    offs = (sequence.to(tl.int64) * clusters + offs_cluster)[:, None] * D + offs_d[None, :]  # [CHUNK, D]
-    return tl.load(centroids_ptr + offs, mask=(offs_cluster < clusters)[:, None] & (offs_d < D)[None, :], other=0.0)
+    offs_cluster = first + tl.arange(0, CHUNK)  # [CHUNK]
+    return load_rows(centroids_ptr, 0, offs_cluster, offs_cluster < clusters, D)
 
 
 @triton.jit
-def store_centroids(centroids_ptr, sequence, first, clusters, tile, D: tl.constexpr, CHUNK: tl.constexpr):
+def store_centroids(centroids_ptr, first, clusters, tile, D: tl.constexpr, CHUNK: tl.constexpr):
     """Write a tile [CHUNK, D] to the centroids of a sequence from `first` on."""
-    offs_cluster, offs_d = first + tl.arange(0, CHUNK), tl.arange(0, padded(D))  # [CHUNK], [D]
-    offs = (sequence.to(tl.int64) * clusters + offs_cluster)[:, None] * D + offs_d[None, :]  # [CHUNK, D]
-    tl.store(centroids_ptr + offs, tile, mask=(offs_cluster < clusters)[:, None] & (offs_d < D)[None, :])
+    offs_cluster = first + tl.arange(0, CHUNK)  # [CHUNK]
+    store_rows(centroids_ptr, 0, offs_cluster, offs_cluster < clusters, tile, D)
 
 
 @triton.jit
@@ -185,13 +228,13 @@ def best_of_chunk(scores, first, best, nearest, CHUNK: tl.constexpr, DTYPE: tl.c
 
 @triton.jit
 def nearest_in_chunks(
-    x, centroids_ptr, rooms_ptr, sequence, clusters, HAS_ROOM: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr,
+    x, centroids_ptr, rooms_ptr, clusters, HAS_ROOM: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr,
     ACC: tl.constexpr,
 ):  # fmt: skip
     """[ROWS]: the nearest centroid of each row of `x`, or the nearest one that `rooms_ptr`, (C,), has room for."""
     best, nearest = initial_best(x.shape[0], x.dtype, ACC)  # [ROWS], [ROWS]
     for first in range(0, clusters, CHUNK):
-        current = load_centroids(centroids_ptr, sequence, first, clusters, D, CHUNK)  # [CHUNK, D]
+        current = load_centroids(centroids_ptr, first, clusters, D, CHUNK)  # [CHUNK, D]
         rounded, norms = half_norms(current, first, clusters, CHUNK, x.dtype, ACC)  # [CHUNK, D], [CHUNK]
         scores = affinity(x, rounded, norms, ACC)  # [ROWS, CHUNK]
         if HAS_ROOM:
@@ -200,33 +243,3 @@ def nearest_in_chunks(
             scores = tl.where((room > 0)[None, :], scores, float("-inf"))
         best, nearest = best_of_chunk(scores, first, best, nearest, CHUNK, x.dtype)  # [ROWS], [ROWS]
     return nearest
-
-
-@kernel(stage="clustering", do_not_specialize=["first_heads", "length", "clusters"])
-def _find_nearest(
-    first_ptr, second_ptr, centroids_ptr, assignment_ptr, stride, first_heads, length, clusters,
-    FACTOR: tl.constexpr, D: tl.constexpr, CP: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr,
-    TILES: tl.constexpr, ACC: tl.constexpr,
-):  # fmt: skip
-    """The nearest centroid of every `stride`-th vector. (A `stride` of 1 is a constant for the compiler.)
-
-    Grid: (sampled vectors / (TILE TILES), heads). `first_ptr`, `second_ptr`: (heads, N, D); `centroids_ptr`:
-    (heads, C, D); `assignment_ptr`: (heads, N / stride) int32.
-    """
-    sequence = tl.program_id(1)
-    vectors_ptr = vectors_of_sequence(first_ptr, second_ptr, sequence, first_heads, length, D)
-    if CHUNK == CP:
-        current = load_centroids(centroids_ptr, sequence, 0, clusters, D, CHUNK)  # [CHUNK, D]
-        rounded, norms = half_norms(current, 0, clusters, CHUNK, first_ptr.dtype.element_ty, ACC)  # [CHUNK, D], [CHUNK]
-    start = tl.program_id(0) * TILE * TILES
-    sampled = tl.cdiv(length, stride)
-    for begin in range(start, tl.minimum(start + TILE * TILES, sampled), TILE):
-        offs_place = begin + tl.arange(0, TILE)  # [TILE]
-        mask_row = offs_place < sampled  # [TILE]
-        # [TILE, D]
-        x = load_vectors(vectors_ptr, offs_place * stride, mask_row, sequence < first_heads, FACTOR, D, ACC)
-        if CHUNK == CP:
-            nearest = argmax(affinity(x, rounded, norms, ACC), CHUNK, x.dtype)  # [TILE]
-        else:
-            nearest = nearest_in_chunks(x, centroids_ptr, assignment_ptr, sequence, clusters, False, D, CHUNK, ACC)
-        tl.store(assignment_ptr + sequence.to(tl.int64) * sampled + offs_place, nearest, mask=mask_row)

@@ -6,11 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from muse_attention.backends.triton.blockwise.geometry import (
-    KEYS_OF_TILE,
-    first_summary,
-    log2_floor,
-)
+from muse_attention.backends.triton.blockwise.geometry import KEYS_OF_TILE, first_summary
 from muse_attention.backends.triton.blockwise.heads import Heads
 from muse_attention.backends.triton.blockwise.pieces import (
     STRIP,
@@ -28,6 +24,7 @@ from muse_attention.backends.triton.device_functions import (
     exp_of_less,
     load_pairs,
     load_rows,
+    log2_floor,
     store_rows,
 )
 from muse_attention.backends.triton.filling import fill

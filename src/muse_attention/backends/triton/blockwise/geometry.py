@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from muse_attention.backends.triton.device_functions import log2_floor
 from muse_attention.backends.triton.numbers import cdiv
 from muse_attention.config import MuSeConfig
 from muse_attention.core.generations import Generations
@@ -91,12 +92,6 @@ class Geometry:
             "shared_by": self.heads // self.key_heads,
         }
         return {name: every[name] for name in names}
-
-
-@triton.jit
-def log2_floor(number):
-    """Of an integer from 1 to 2^24, read from the exponent of its float32."""
-    return (number.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
 
 
 @triton.jit

@@ -15,11 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from muse_attention.backends.triton.blockwise.geometry import (
-    Geometry,
-    generation_of_block,
-    generation_of_slot,
-)
+from muse_attention.backends.triton.blockwise.geometry import Geometry, generation_of_block, generation_of_slot
 from muse_attention.backends.triton.blockwise.heads import Heads
 from muse_attention.backends.triton.blockwise.summaries import load_numbers, summarise
 from muse_attention.backends.triton.device_functions import (

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from muse_attention.backends.triton.blockwise.geometry import first_summary, log2_floor
+from muse_attention.backends.triton.blockwise.geometry import first_summary
 from muse_attention.backends.triton.blockwise.heads import Heads
 from muse_attention.backends.triton.device_functions import (
     add_dot,
@@ -17,6 +17,7 @@ from muse_attention.backends.triton.device_functions import (
     exp_of_less,
     finite_square,
     load_rows,
+    log2_floor,
     store_rows,
 )
 from muse_attention.backends.triton.numbers import cdiv, gradient_dtype, padded
