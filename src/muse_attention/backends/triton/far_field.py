@@ -10,10 +10,10 @@ from torch import Tensor
 from muse_attention.backends.triton import merging, retrieval, selection, terms
 from muse_attention.backends.triton.accumulation import accumulate_backward
 from muse_attention.backends.triton.bucket_summaries import ROWS_OF_TILE, new_gradient, summarise_backward
-from muse_attention.backends.triton.grouping import group_by_cluster_and_block
+from muse_attention.backends.triton.grouping import group_by_cluster_and_block, sort_picks
 from muse_attention.backends.triton.integer_tables import size_of_tables
 from muse_attention.backends.triton.layout import FarField, Heads, Plan
-from muse_attention.backends.triton.retrieval import Pairs, sort_picks
+from muse_attention.backends.triton.retrieval import Pairs
 from muse_attention.backends.triton.term_bits import find_terms
 from muse_attention.backends.triton.tiles import cut_groups
 from muse_attention.config import MuSeConfig

@@ -1,4 +1,4 @@
-"""Counting sorts of tokens by cluster and block, or of rows by any group: groups become ranges.
+"""Counting sorts of tokens by cluster and block, and of picks by bucket: groups become ranges.
 
 The sorts are stable, and no atomics decide an order: the same inputs always give the same order.
 """
@@ -14,6 +14,7 @@ from torch import Tensor
 from muse_attention.backends.triton.device_functions import in_range
 from muse_attention.backends.triton.numbers import cdiv, power_of_two
 from muse_attention.backends.triton.runtime.launching import kernel
+from muse_attention.core.structures import Selection
 
 _TOKENS = 128
 """Tokens in a tile."""
@@ -61,8 +62,8 @@ def group_by_cluster_and_block(
     grid = (tiles_of_block, blocks, sequences)
     sizes = {"length": length, "block_size": block_size, "clusters": clusters, "TILE": _TOKENS}
     _count_clusters[grid](assignment_ptr=assignment, counts_ptr=counts, BINS=power_of_two(clusters + 1), **sizes)
-    sum_before(counts, totals)
-    _sum_to_starts(totals, cluster_starts)
+    _sum_before_each(counts, counts, totals)
+    _sum_before_each(totals, cluster_starts[:, :-1], cluster_starts[:, -1])
     _place_by_cluster[grid](
         assignment_ptr=assignment, counts_ptr=counts, cluster_starts_ptr=cluster_starts, order_ptr=groups.order,
         starts_ptr=groups.starts, STEP=32, CP=power_of_two(clusters), **sizes,
@@ -130,74 +131,57 @@ def _place_by_cluster(
             tl.store(block_starts_ptr + clusters * blocks, length)
 
 
-def sum_before(counts: Tensor, totals: Tensor) -> None:
-    """Replace each of (S, ..., T) int32 counts by the sum of those before it; write the totals to `totals` (S, ...)."""
-    sequences, tiles = counts.shape[0], counts.shape[-1]
-    grid = (totals.numel() // sequences, sequences)
-    _sum_rows[grid](counts_ptr=counts, totals_ptr=totals, tiles=tiles, WIDTH=min(_COUNTS, power_of_two(tiles)))
+def _sum_before_each(counts: Tensor, sums: Tensor, totals: Tensor) -> None:
+    """Write to `sums` the sum of the int32 counts that come before each in its row, and to `totals` those of the rows.
+
+    Rows are the last axis. `sums` may be the counts themselves, and both may be parts of a table."""
+    number = counts.shape[-1]
+    _sum_before[(counts.numel() // number,)](
+        counts_ptr=counts, sums_ptr=sums, totals_ptr=totals, number=number, sums_stride=sums.stride(-2),
+        totals_stride=totals.stride(-1), WIDTH=min(_COUNTS, power_of_two(number)),
+    )  # fmt: skip
 
 
-def _sum_to_starts(totals: Tensor, starts: Tensor) -> None:
-    """Write where groups of (S, M) int32 sizes begin, and where the last one ends: (S, M + 1)."""
-    sequences, number = totals.shape
-    _sum_before[(sequences,)](
-        totals_ptr=totals, sums_ptr=starts, number=number, WIDTH=min(_COUNTS, power_of_two(number))
-    )
+@kernel(stage="sorting", do_not_specialize=["number", "sums_stride", "totals_stride"])
+def _sum_before(counts_ptr, sums_ptr, totals_ptr, number, sums_stride, totals_stride, WIDTH: tl.constexpr):
+    """The sums of the counts before each of a row, and the sum of all.
 
-
-@kernel(stage="sorting", do_not_specialize=["tiles"])
-def _sum_rows(counts_ptr, totals_ptr, tiles, WIDTH: tl.constexpr):
-    """Replace the counts of a tile by those of all tiles before it.
-
-    Grid: (C, S). `counts_ptr`: (S, C, tiles) int32, in place; `totals_ptr`: (S, C) int32.
+    Grid: (rows,). `counts_ptr`: (rows, number) int32; `sums_ptr`: the same, `sums_stride` apart; `totals_ptr`: (rows,)
+    int32, `totals_stride` apart.
     """
-    row = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
-    before = 0
-    for begin in range(0, tiles, WIDTH):
-        offs_tile = begin + tl.arange(0, WIDTH)  # [WIDTH]
-        count = tl.load(counts_ptr + row * tiles + offs_tile, mask=offs_tile < tiles, other=0)  # [WIDTH]
-        tl.store(counts_ptr + row * tiles + offs_tile, tl.cumsum(count, 0) - count + before, mask=offs_tile < tiles)
-        before += tl.sum(count, 0)
-    tl.store(totals_ptr + row, before)
-
-
-@kernel(stage="sorting", do_not_specialize=["number"])
-def _sum_before(totals_ptr, sums_ptr, number, WIDTH: tl.constexpr):
-    """The sums of all totals before each, and of all.
-
-    Grid: (S,). `totals_ptr`: (S, number) int32; `sums_ptr`: (S, number + 1) int32.
-    """
-    sequence = tl.program_id(0).to(tl.int64)
+    row = tl.program_id(0).to(tl.int64)
     before = 0
     for begin in range(0, number, WIDTH):
         offs = begin + tl.arange(0, WIDTH)  # [WIDTH]
-        total = tl.load(totals_ptr + sequence * number + offs, mask=offs < number, other=0)  # [WIDTH]
-        tl.store(sums_ptr + sequence * (number + 1) + offs, tl.cumsum(total, 0) - total + before, mask=offs < number)
-        before += tl.sum(total, 0)
-    tl.store(sums_ptr + sequence * (number + 1) + number, before)
+        count = tl.load(counts_ptr + row * number + offs, mask=offs < number, other=0)  # [WIDTH]
+        tl.store(sums_ptr + row * sums_stride + offs, tl.cumsum(count, 0) - count + before, mask=offs < number)
+        before += tl.sum(count, 0)
+    tl.store(totals_ptr + row * totals_stride, before)
 
 
-def group_rows(group_of_row: Tensor, fill_in: Groups) -> None:
-    """Sort rows by (S, L) int32 group, digit by digit; rows of group -1 come last."""
-    sequences, length = group_of_row.shape
+def sort_picks(selection: Selection, blocks: int, fill_in: Groups) -> None:
+    """Sort the (S, L) picks of each key head by bucket, `cluster * nb + block`, digit by digit; those without a bucket
+    come last."""
+    sequences, length = fill_in.order.shape
     tiles = cdiv(length, _ROWS)
     digits = 1 << _DIGIT
-    counts = group_of_row.new_empty(sequences, digits, tiles)
-    totals = group_of_row.new_empty(sequences, digits)
+    counts = fill_in.order.new_empty(sequences, digits, tiles)
+    totals = fill_in.order.new_empty(sequences, digits)
     number_of_groups = fill_in.number
     # Group and row share one integer. (Rows of no group get the number after the last group.)
     bits, row_bits = number_of_groups.bit_length(), (length - 1).bit_length()
     dtype = torch.int32 if bits + row_bits < 32 else torch.int64
-    packed = torch.empty_like(group_of_row, dtype=dtype)
+    packed = torch.empty_like(fill_in.order, dtype=dtype)
     width = 1024
     _pack[(cdiv(length, width), sequences)](
-        group_of_row_ptr=group_of_row, packed_ptr=packed, length=length, groups=number_of_groups, ROW_BITS=row_bits,
+        opened_ptr=selection.opened, retrieved_ptr=selection.retrieved, packed_ptr=packed, length=length,
+        groups=number_of_groups, retrieved_blocks=selection.retrieved.shape[-1], blocks=blocks, ROW_BITS=row_bits,
         WIDTH=width,
     )  # fmt: skip
     for shift in range(row_bits, row_bits + bits, _DIGIT):
         digit = {"length": length, "shift": shift, "tiles": tiles, "TILE": _ROWS, "DIGITS": digits}
         _count_digits[(tiles, sequences)](packed_ptr=packed, counts_ptr=counts, **digit)
-        sum_before(counts, totals)
+        _sum_before_each(counts, counts, totals)
         by_digit = torch.empty_like(packed)
         _place_by_digit[(tiles, sequences)](
             packed_ptr=packed, counts_ptr=counts, totals_ptr=totals, by_digit_ptr=by_digit, order_ptr=fill_in.order,
@@ -211,17 +195,23 @@ def group_rows(group_of_row: Tensor, fill_in: Groups) -> None:
     )  # fmt: skip
 
 
-@kernel(stage="sorting", do_not_specialize=["length", "groups"])
-def _pack(group_of_row_ptr, packed_ptr, length, groups, ROW_BITS: tl.constexpr, WIDTH: tl.constexpr):
-    """Group and row in one integer each. Rows of no group get the number after the last.
+@kernel(stage="sorting", do_not_specialize=["length", "groups", "retrieved_blocks", "blocks"])
+def _pack(
+    opened_ptr, retrieved_ptr, packed_ptr, length, groups, retrieved_blocks, blocks, ROW_BITS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):  # fmt: skip
+    """The bucket and the number of each pick in one integer. Those without a bucket get the number after the last.
 
-    Grid: (L / WIDTH, S). `group_of_row_ptr`: (S, L) int32; `packed_ptr`: (S, L).
+    Grid: (L / WIDTH, S). `opened_ptr`: (S, L / retrieved blocks) int32; `retrieved_ptr`: (S, L) int32; `packed_ptr`:
+    (S, L).
     """
     sequence = tl.program_id(1).to(tl.int64)
     offs_row = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)  # [WIDTH]
-    group = tl.load(group_of_row_ptr + sequence * length + offs_row, mask=offs_row < length, other=0)  # [WIDTH]
-    group = tl.where(group < 0, groups, group).to(packed_ptr.dtype.element_ty)
-    tl.store(packed_ptr + sequence * length + offs_row, (group << ROW_BITS) | offs_row, mask=offs_row < length)
+    offs, mask = sequence * length + offs_row, offs_row < length  # [WIDTH], [WIDTH]
+    block = tl.load(retrieved_ptr + offs, mask=mask, other=-1)  # [WIDTH]
+    cluster = tl.load(opened_ptr + offs // retrieved_blocks, mask=mask, other=-1)  # [WIDTH]
+    group = tl.where((block < 0) | (cluster < 0), groups, cluster * blocks + block).to(packed_ptr.dtype.element_ty)
+    tl.store(packed_ptr + offs, (group << ROW_BITS) | offs_row, mask=mask)
 
 
 @kernel(stage="sorting", do_not_specialize=["length", "shift", "tiles"])

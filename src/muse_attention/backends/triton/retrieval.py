@@ -19,13 +19,13 @@ from torch import Tensor
 from muse_attention.backends.triton.bucket_summaries import PairGradients
 from muse_attention.backends.triton.device_functions import LOG2_E, LOG_2, add_dot, dot, load_rows, store_rows
 from muse_attention.backends.triton.filling import fill
-from muse_attention.backends.triton.grouping import Groups, group_rows
+from muse_attention.backends.triton.grouping import Groups
 from muse_attention.backends.triton.key_offset import QueryGradients
-from muse_attention.backends.triton.numbers import accumulator, cdiv, fitting, gradient_dtype, padded, power_of_two
+from muse_attention.backends.triton.numbers import accumulator, fitting, gradient_dtype, padded, power_of_two
 from muse_attention.backends.triton.runtime.launching import kernel
 from muse_attention.backends.triton.tiles import Tiles, cut_groups, cut_ranges, load_places, load_tile
 from muse_attention.core.precision import compute_dtype
-from muse_attention.core.structures import Partial, Selection
+from muse_attention.core.structures import Partial
 
 ATTEND = {
     128: {"KEYS": 32, "num_warps": 4, "num_stages": 3},
@@ -70,32 +70,6 @@ class Pairs:
     @classmethod
     def of(cls, groups: Groups, picks: int) -> Pairs:
         return cls(groups, cut_groups(groups, PAIRS_OF_TILE), picks)
-
-
-def sort_picks(selection: Selection, blocks: int, fill_in: Groups) -> None:
-    """Sort the picks of each key head by bucket, `cluster * nb + block`; those without a bucket come last."""
-    number, retrieved = selection.retrieved.numel(), selection.retrieved.shape[-1]
-    bucket = torch.empty_like(fill_in.order)
-    width = 1024
-    _number_buckets[(cdiv(number, width),)](
-        opened_ptr=selection.opened, retrieved_ptr=selection.retrieved, picks_ptr=bucket, number=number,
-        retrieved_blocks=retrieved, blocks=blocks, WIDTH=width,
-    )  # fmt: skip
-    group_rows(bucket, fill_in)
-
-
-@kernel(stage="sorting", do_not_specialize=["number", "retrieved_blocks", "blocks"])
-def _number_buckets(opened_ptr, retrieved_ptr, picks_ptr, number, retrieved_blocks, blocks, WIDTH: tl.constexpr):
-    """The bucket of each pick, `cluster * nb + block`; -1 if it has none.
-
-    Grid: (number / WIDTH,). `opened_ptr`: (H, N, opened clusters) int32; `retrieved_ptr`, `picks_ptr`:
-    (H, N, opened clusters, retrieved blocks) int32.
-    """
-    offs = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)  # [WIDTH]
-    mask = offs < number  # [WIDTH]
-    block = tl.load(retrieved_ptr + offs, mask=mask, other=-1)  # [WIDTH]
-    cluster = tl.load(opened_ptr + offs // retrieved_blocks, mask=mask, other=-1)  # [WIDTH]
-    tl.store(picks_ptr + offs, tl.where((block < 0) | (cluster < 0), -1, cluster * blocks + block), mask=mask)
 
 
 def attend(queries: Tensor, keys: Tensor, values: Tensor, pairs: Pairs, buckets: Groups, *, scale: float) -> Partial:
