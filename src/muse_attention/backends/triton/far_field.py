@@ -83,7 +83,7 @@ def attend_backward(*tensors_and_settings: Any) -> tuple[Tensor, ...]:
         grad_out, grad_lse = grad_outs[query_group], None if grad_lses is None else grad_lses[query_group]
         far = FarField.of(group_heads, plan, config, is_causal=is_causal, scale=scale)
         bucket_tiles = cut_groups(far.buckets, ROWS_OF_TILE)
-        delta, ordered, ordered_delta = merging.shared_delta(
+        delta, ordered, ordered_delta = merging.find_delta(
             merged, grad_out, grad_lse, far.segments.groups, far.segments.shift
         )
         from_summaries = from_pairs = pair_gradients = grad_buckets = log_mass = None

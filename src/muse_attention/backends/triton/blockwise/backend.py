@@ -9,7 +9,7 @@ from torch import Tensor
 
 from muse_attention.backends.triton.blockwise import summaries
 from muse_attention.backends.triton.blockwise.backward_to_keys import add_to_keys
-from muse_attention.backends.triton.blockwise.backward_to_queries import add_to_queries, gradient_of_softmax
+from muse_attention.backends.triton.blockwise.backward_to_queries import add_to_queries
 from muse_attention.backends.triton.blockwise.backward_to_summaries import find_gradients_of_summaries
 from muse_attention.backends.triton.blockwise.clustering import cluster, find_key_spread, find_start_positions
 from muse_attention.backends.triton.blockwise.forward import attend as attend_far
@@ -20,6 +20,7 @@ from muse_attention.backends.triton.blockwise.slopes import Slopes, find_slopes
 from muse_attention.backends.triton.blockwise.sorting import Order, sort_keys, sort_queries
 from muse_attention.backends.triton.filling import fill
 from muse_attention.backends.triton.key_offset import find_key_offset
+from muse_attention.backends.triton.merging import find_delta
 from muse_attention.backends.triton.runtime import schedule
 from muse_attention.backends.triton.runtime.schedule import aligned
 from muse_attention.config import MuSeConfig
@@ -107,9 +108,9 @@ def attend_backward(*tensors_and_settings: Any) -> tuple[Tensor, ...]:
     offset = find_key_offset(keys, config.block_size)
     heads = Heads(queries, keys, values, centroids, offset, order, geometry, scale)
     columns = summaries.summarise(heads, centroids)
-    softmax_arguments = gradient_of_softmax(Partial(out, lse), grad_out, grad_lse)
+    delta, _, _ = find_delta(Partial(out, lse), grad_out, grad_lse)
     residuals = take_residuals(heads, spread)
-    row_softmax = add_to_queries(grad_queries, softmax_arguments, heads, residuals, columns, slopes, first_rows)
+    row_softmax = add_to_queries(grad_queries, grad_out, lse, delta, heads, residuals, columns, slopes, first_rows)
     gradients = find_gradients_of_summaries(grad_out, row_softmax, heads, residuals, columns, first_rows)
     add_to_keys(grad_keys, grad_values, gradients, grad_out, row_softmax, heads, columns, first_rows)
     return ()

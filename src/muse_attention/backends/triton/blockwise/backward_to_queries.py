@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 import triton.language as tl
 from torch import Tensor
 
@@ -34,9 +33,8 @@ from muse_attention.backends.triton.device_functions import (
     load_rows,
     store_rows,
 )
-from muse_attention.backends.triton.numbers import accumulator, cdiv, padded
+from muse_attention.backends.triton.numbers import padded
 from muse_attention.backends.triton.runtime.launching import kernel
-from muse_attention.core.structures import Partial
 
 FROM_COLUMNS = {
     128: {"COLUMNS": 32, "num_warps": 4, "num_stages": 2, "maxnreg": 128},
@@ -50,32 +48,21 @@ FROM_KEYS = {
 }
 FROM_COLUMNS_BY_REGISTERS = {256: {"COLUMNS": 32, "num_warps": 8}}
 """What differs where matrix units read operands from registers."""
-_TILE = 64
-
-
-def gradient_of_softmax(merged: Partial, grad_out: Tensor, grad_lse: Tensor | None) -> dict[str, Tensor]:
-    """Arguments of kernels: the gradient of the output, the merged lse `L`, and `delta = sum(dO * O) - dL` of each
-    query, (H, N). `L` and `delta` are all that the gradient of a term needs of the others."""
-    heads, length, value_dim = grad_out.shape
-    delta = torch.empty_like(merged.lse)
-    _find_delta_of_rows[(cdiv(length, _TILE), heads)](
-        out_ptr=merged.out, grad_out_ptr=grad_out, grad_lse_ptr=merged.lse if grad_lse is None else grad_lse,
-        delta_ptr=delta, length=length, HAS_GRAD_LSE=grad_lse is not None, DV=value_dim, TILE=_TILE,
-        ACC=accumulator(grad_out.dtype),
-    )  # fmt: skip
-    return {"grad_out_ptr": grad_out, "lse_ptr": merged.lse, "delta_ptr": delta}
 
 
 def add_to_queries(
     grad_queries: Tensor,
-    softmax_arguments: dict[str, Tensor],
+    grad_out: Tensor,
+    lse: Tensor,
+    delta: Tensor,
     heads: Heads,
     residuals: Residuals,
     columns: Columns,
     slopes: Slopes,
     first_rows: Tensor,
 ) -> RowSoftmax:
-    """Add to the (H, N, D) gradients of queries. `softmax_arguments` is what `gradient_of_softmax` returns.
+    """Add to the (H, N, D) gradients of queries. `grad_out` is (H, N, Dv); `lse` and `delta`, (H, N), are those of the
+    merged softmax.
 
     Returns what the gradients of keys and of summaries need of each query, in the order of places.
     """
@@ -84,7 +71,9 @@ def add_to_queries(
     tiles = geometry.blocks * geometry.query_tiles
     shared = {
         "grad_queries_ptr": grad_queries,
-        **softmax_arguments,
+        "grad_out_ptr": grad_out,
+        "lse_ptr": lse,
+        "delta_ptr": delta,
         "key_offset_ptr": heads.key_offset,
         **order.query_arguments,
         "SCALE": heads.scale,
@@ -105,23 +94,6 @@ def add_to_queries(
             **listed, **geometry.sizes(*SIZES_OF_KEYS), **heads.fit(FROM_KEYS),
         )  # fmt: skip
     return row_softmax
-
-
-@kernel(stage="merging", do_not_specialize=["length"])
-def _find_delta_of_rows(
-    out_ptr, grad_out_ptr, grad_lse_ptr, delta_ptr, length, HAS_GRAD_LSE: tl.constexpr, DV: tl.constexpr,
-    TILE: tl.constexpr, ACC: tl.constexpr,
-):  # fmt: skip
-    """Grid: (N / TILE, H). `out_ptr`, `grad_out_ptr`: (H, N, DV); `grad_lse_ptr`, `delta_ptr`: (H, N)."""
-    head = tl.program_id(1).to(tl.int64)
-    offs_row = tl.program_id(0) * TILE + tl.arange(0, TILE)  # [TILE]
-    mask_row = offs_row < length  # [TILE]
-    out = load_rows(out_ptr, head * length, offs_row, mask_row, DV).to(ACC)  # [TILE, DV]
-    grad_out = load_rows(grad_out_ptr, head * length, offs_row, mask_row, DV).to(ACC)  # [TILE, DV]
-    delta = tl.sum(out * grad_out, 1)  # [TILE]
-    if HAS_GRAD_LSE:
-        delta -= tl.load(grad_lse_ptr + head * length + offs_row, mask=mask_row, other=0.0)
-    tl.store(delta_ptr + head * length + offs_row, delta, mask=mask_row)
 
 
 @kernel(stage="attention to summaries", do_not_specialize=[*SIZES_OF_COLUMNS, "shared_by"])
