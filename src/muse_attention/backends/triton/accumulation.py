@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from muse_attention.backends.triton.bucket_summaries import pointers
-from muse_attention.backends.triton.device_functions import load_rows, store_rows
+from muse_attention.backends.triton.device_functions import load_row, load_rows, store_rows
 from muse_attention.backends.triton.numbers import accumulator, cdiv, padded, power_of_two
 from muse_attention.backends.triton.runtime.launching import kernel
 from muse_attention.core.structures import Summaries
@@ -189,9 +189,7 @@ def _accumulate_backward(
     query_cluster = tl.program_id(2).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
     offs_cluster = tl.program_id(0) * TILE + tl.arange(0, TILE)  # [TILE]
     mask_cluster = offs_cluster < key_clusters  # [TILE]
-    offs_d = tl.arange(0, padded(D))  # [D]
-    key_head_base = tl.program_id(2) // shared_by * D
-    offset = tl.load(key_offset_ptr + key_head_base + offs_d, mask=offs_d < D, other=0.0)  # [D]
+    offset = load_row(key_offset_ptr, tl.program_id(2) // shared_by, D)  # [D]
     # [TILE]
     is_listed = tl.load(listed_ptr + query_cluster * key_clusters + offs_cluster, mask=mask_cluster, other=-1) >= 0
     sides: tl.constexpr = 1 if IS_CAUSAL else 2

@@ -11,7 +11,15 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from muse_attention.backends.triton.device_functions import add_dot, dot, exp_of_less, load_rows, store_rows
+from muse_attention.backends.triton.device_functions import (
+    add_dot,
+    dot,
+    exp_of_less,
+    load_row,
+    load_rows,
+    store_rows,
+    weigh,
+)
 from muse_attention.backends.triton.grouping import Groups
 from muse_attention.backends.triton.numbers import accumulator, cdiv, fitting, gradient_dtype, padded
 from muse_attention.backends.triton.runtime.launching import kernel
@@ -161,8 +169,7 @@ def _summarise(
     mask_cluster = first_cluster + offs_cluster < query_clusters  # [TILE]
     starts_ptr += key_head * (blocks * key_clusters + 1) + key_cluster * blocks
     first_row, end = tl.load(starts_ptr + block), tl.load(starts_ptr + block + 1)
-    offs_d = tl.arange(0, padded(D))  # [D]
-    offset = tl.load(key_offset_ptr + key_head * D + offs_d, mask=offs_d < D, other=0.0)  # [D]
+    offset = load_row(key_offset_ptr, key_head, D)  # [D]
 
     # 1. Sums over its keys, of weights relative to the largest so far.
     # [TILE, D]
@@ -180,17 +187,13 @@ def _summarise(
         values = load_rows(values_ptr, key_head * length, offs_row, mask_row, DV)  # [KEYS, DV]
         logits = dot(centroid, tl.trans(keys), ACC)  # [TILE, KEYS]
         logits = tl.where(mask_row[None, :], logits, float("-inf"))
-        larger = tl.maximum(largest, tl.max(logits, 1))  # [TILE]
-        shift = tl.where(larger == float("-inf"), 0.0, larger)  # [TILE]
-        weights = exp_of_less(logits, shift[:, None])  # [TILE, KEYS]
-        kept = tl.exp(largest - shift)  # [TILE]
+        largest, weights, kept = weigh(logits, largest)  # [TILE], [TILE, KEYS], [TILE]
         total = total * kept + tl.sum(weights, 1)
         # (Means are divided by the sum of the rounded weights, as the products use them: rounding cancels.)
         weights = weights.to(keys.dtype)
         rounded_total = rounded_total * kept + tl.sum(weights.to(ACC), 1)
         key_sum = add_dot(weights, keys, key_sum * kept[:, None])
         value_sum = add_dot(weights, values, value_sum * kept[:, None])
-        largest = larger
 
     # 2. Means. Query clusters are `blocks * key_clusters` entries apart.
     base = ((head * query_clusters + first_cluster) * blocks + block) * key_clusters + key_cluster

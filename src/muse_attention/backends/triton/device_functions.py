@@ -9,8 +9,6 @@ from muse_attention.backends.triton.numbers import padded
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
-LOG_2 = tl.constexpr(0.6931471805599453)
-
 
 @triton.jit
 def load_rows(table_ptr, first, offs_row, mask_row, X: tl.constexpr):
@@ -23,6 +21,13 @@ def load_rows(table_ptr, first, offs_row, mask_row, X: tl.constexpr):
         return tl.load(ptrs, mask=mask_row[:, None], other=0.0)
     else:
         return tl.load(ptrs, mask=mask_row[:, None] & (offs_x < X)[None, :], other=0.0)
+
+
+@triton.jit
+def load_row(table_ptr, row, X: tl.constexpr):
+    """[X]: a row of a table with `X` columns, padded with zeros."""
+    offs_x = tl.arange(0, padded(X))  # [X]
+    return tl.load(table_ptr + row * X + offs_x, mask=offs_x < X, other=0.0)
 
 
 @triton.jit
@@ -84,6 +89,27 @@ def exp_of_less(logits, shift, SCALE: tl.constexpr = 1.0):
     rounding of logits of that size does.
     """
     return tl.exp2(logits * (SCALE * LOG2_E) - shift * LOG2_E)
+
+
+@triton.jit
+def weigh(logits, largest, SCALE: tl.constexpr = 1.0, MAY_BE_EMPTY: tl.constexpr = True):
+    """A step of a running softmax over logits, [ROWS, COLUMNS], still to be scaled: the largest so far, [ROWS], weights
+    relative to it, [ROWS, COLUMNS], and the factor for all sums before, [ROWS].
+
+    The factor is exactly 1 if the largest stays, so that terms without weight change nothing. `MAY_BE_EMPTY`: all
+    logits so far may be -inf.
+    """
+    larger = tl.maximum(largest, tl.max(logits, 1) * SCALE)  # [ROWS]
+    shift = tl.where(larger == float("-inf"), 0.0, larger) if MAY_BE_EMPTY else larger  # [ROWS]
+    return larger, exp_of_less(logits, shift[:, None], SCALE), tl.exp2((largest - shift) * LOG2_E)
+
+
+@triton.jit
+def include(logits, values, largest, total, weighted, SCALE: tl.constexpr = 1.0, MAY_BE_EMPTY: tl.constexpr = True):
+    """Add terms to the running softmax of `weigh`: to the total, [ROWS], and to the weighted values, [ROWS, DV]."""
+    largest, weights, kept = weigh(logits, largest, SCALE, MAY_BE_EMPTY)
+    total = total * kept + tl.sum(weights, 1)
+    return largest, total, add_dot(weights.to(values.dtype), values, weighted * kept[:, None])
 
 
 @triton.jit

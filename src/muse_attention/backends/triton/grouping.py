@@ -207,11 +207,12 @@ def _pack(
     """
     sequence = tl.program_id(1).to(tl.int64)
     offs_row = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)  # [WIDTH]
-    offs, mask = sequence * length + offs_row, offs_row < length  # [WIDTH], [WIDTH]
-    block = tl.load(retrieved_ptr + offs, mask=mask, other=-1)  # [WIDTH]
-    cluster = tl.load(opened_ptr + offs // retrieved_blocks, mask=mask, other=-1)  # [WIDTH]
+    mask_row = offs_row < length  # [WIDTH]
+    opened_ptr += sequence * (length // retrieved_blocks)
+    block = tl.load(retrieved_ptr + sequence * length + offs_row, mask=mask_row, other=-1)  # [WIDTH]
+    cluster = tl.load(opened_ptr + offs_row // retrieved_blocks, mask=mask_row, other=-1)  # [WIDTH]
     group = tl.where((block < 0) | (cluster < 0), groups, cluster * blocks + block).to(packed_ptr.dtype.element_ty)
-    tl.store(packed_ptr + offs, (group << ROW_BITS) | offs_row, mask=mask)
+    tl.store(packed_ptr + sequence * length + offs_row, (group << ROW_BITS) | offs_row, mask=mask_row)
 
 
 @kernel(stage="sorting", do_not_specialize=["length", "shift", "tiles"])

@@ -11,11 +11,11 @@ from torch import Tensor
 from muse_attention.backends.triton.accumulation import Accumulated, accumulate
 from muse_attention.backends.triton.bucket_summaries import ROWS_OF_TILE as KEYS_OF_TILE
 from muse_attention.backends.triton.bucket_summaries import summarise
-from muse_attention.backends.triton.device_functions import in_range
+from muse_attention.backends.triton.device_functions import in_range, load_row, load_rows, store_rows
 from muse_attention.backends.triton.grouping import Groups
 from muse_attention.backends.triton.integer_tables import tables_in
 from muse_attention.backends.triton.key_offset import find_key_offset
-from muse_attention.backends.triton.numbers import accumulator, cdiv, padded
+from muse_attention.backends.triton.numbers import accumulator, cdiv
 from muse_attention.backends.triton.runtime.launching import kernel
 from muse_attention.backends.triton.segments import ROWS_OF_TILE, Segments
 from muse_attention.backends.triton.tiles import cut_groups
@@ -229,12 +229,12 @@ def _take_rows(table_ptr, order_ptr, taken_ptr, length, X: tl.constexpr, TILE: t
 
     Grid: (N / TILE, S). `table_ptr`, `taken_ptr`: (S, N, X); `order_ptr`: (S, N) int32.
     """
-    sequence = tl.program_id(1).to(tl.int64)
-    offs_place, offs_x = tl.program_id(0) * TILE + tl.arange(0, TILE), tl.arange(0, padded(X))  # [TILE], [X]
-    mask = (offs_place < length)[:, None] & (offs_x < X)[None, :]  # [TILE, X]
-    offs_row = tl.load(order_ptr + sequence * length + offs_place, mask=offs_place < length, other=0)  # [TILE]
-    rows = tl.load(table_ptr + (sequence * length + offs_row)[:, None] * X + offs_x[None, :], mask=mask)  # [TILE, X]
-    tl.store(taken_ptr + (sequence * length + offs_place)[:, None] * X + offs_x[None, :], rows, mask=mask)
+    first = tl.program_id(1).to(tl.int64) * length
+    offs_place = tl.program_id(0) * TILE + tl.arange(0, TILE)  # [TILE]
+    mask_row = offs_place < length  # [TILE]
+    offs_row = tl.load(order_ptr + first + offs_place, mask=mask_row, other=0)  # [TILE]
+    rows = load_rows(table_ptr, first, offs_row, mask_row, X)  # [TILE, X]
+    store_rows(taken_ptr, first, offs_place, mask_row, rows, X)
 
 
 @kernel(stage="sorting", do_not_specialize=["length", "clusters", "shared_by"])
@@ -248,17 +248,13 @@ def _take_residuals(
     `order_ptr`: (H, N) int32; `key_offset_ptr`: (G, D); `shift_ptr`: (H, N).
     """
     head = tl.program_id(1).to(tl.int64)
-    offs_place, offs_d = tl.program_id(0) * TILE + tl.arange(0, TILE), tl.arange(0, padded(D))  # [TILE], [D]
+    first = head * length
+    offs_place = tl.program_id(0) * TILE + tl.arange(0, TILE)  # [TILE]
     mask_row = offs_place < length  # [TILE]
-    mask = mask_row[:, None] & (offs_d < D)[None, :]  # [TILE, D]
-    offs_row = tl.load(order_ptr + head * length + offs_place, mask=mask_row, other=0)  # [TILE]
-    cluster = tl.load(assignment_ptr + head * length + offs_row, mask=mask_row, other=0)  # [TILE]
-    cluster = in_range(cluster, clusters)
-    cluster = head * clusters + cluster
-    query_ptrs = queries_ptr + (head * length + offs_row)[:, None] * D + offs_d[None, :]  # [TILE, D]
-    queries = tl.load(query_ptrs, mask=mask, other=0.0).to(ACC)  # [TILE, D]
-    centroid_ptrs = centroids_ptr + cluster[:, None] * D + offs_d[None, :]  # [TILE, D]
-    residual = queries * SCALE - tl.load(centroid_ptrs, mask=mask, other=0.0).to(ACC)  # [TILE, D]
-    tl.store(residuals_ptr + (head * length + offs_place)[:, None] * D + offs_d[None, :], residual, mask=mask)
-    offset = tl.load(key_offset_ptr + head // shared_by * D + offs_d, mask=offs_d < D, other=0.0)  # [D]
-    tl.store(shift_ptr + head * length + offs_place, tl.sum(residual * offset[None, :], 1), mask=mask_row)
+    offs_row = tl.load(order_ptr + first + offs_place, mask=mask_row, other=0)  # [TILE]
+    cluster = in_range(tl.load(assignment_ptr + first + offs_row, mask=mask_row, other=0), clusters)  # [TILE]
+    queries = load_rows(queries_ptr, first, offs_row, mask_row, D).to(ACC)  # [TILE, D]
+    residual = queries * SCALE - load_rows(centroids_ptr, head * clusters, cluster, mask_row, D).to(ACC)  # [TILE, D]
+    store_rows(residuals_ptr, first, offs_place, mask_row, residual, D)
+    offset = load_row(key_offset_ptr, head // shared_by, D)  # [D]
+    tl.store(shift_ptr + first + offs_place, tl.sum(residual * offset[None, :], 1), mask=mask_row)

@@ -6,7 +6,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from muse_attention.backends.triton.device_functions import load_rows, store_rows
+from muse_attention.backends.triton.device_functions import load_row, load_rows, store_rows
 from muse_attention.backends.triton.grouping import Groups
 from muse_attention.backends.triton.key_offset import QueryGradients
 from muse_attention.backends.triton.numbers import accumulator, cdiv, padded
@@ -167,7 +167,7 @@ def _add_to_queries(
     `from_pairs_ptr`: (G, L, D); `pairs_factor_ptr`: (G, L); `has_bucket_ptr`: (G, L) int32; `key_offset_ptr`: (G, D).
     """
     head = tl.program_id(1).to(tl.int64)
-    offs_place, offs_d = tl.program_id(0) * TILE + tl.arange(0, TILE), tl.arange(0, padded(D))  # [TILE], [D]
+    offs_place = tl.program_id(0) * TILE + tl.arange(0, TILE)  # [TILE]
     mask_row = offs_place < length  # [TILE]
     offs_row = head * length + offs_place  # [TILE]
     summed = tl.zeros([TILE, padded(D)], ACC)  # [TILE, D]
@@ -180,7 +180,6 @@ def _add_to_queries(
         mask_pair = mask_row & (tl.load(has_bucket_ptr + offs_pair, mask=mask_row, other=-1) >= 0)  # [TILE]
         summed += load_rows(from_pairs_ptr, 0, offs_pair, mask_pair, D).to(ACC)
         offset_factor += tl.load(pairs_factor_ptr + offs_pair, mask=mask_pair, other=0.0)
-    offset = tl.load(key_offset_ptr + head // shared_by * D + offs_d, mask=offs_d < D, other=0.0)  # [D]
-    summed += offset_factor[:, None] * offset[None, :]
+    summed += offset_factor[:, None] * load_row(key_offset_ptr, head // shared_by, D)[None, :]
     own = load_rows(total_ptr, 0, offs_row, mask_row, D).to(ACC)  # [TILE, D]
     store_rows(total_ptr, 0, offs_row, mask_row, own + SCALE * summed, D)

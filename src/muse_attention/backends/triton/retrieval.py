@@ -17,7 +17,15 @@ import triton.language as tl
 from torch import Tensor
 
 from muse_attention.backends.triton.bucket_summaries import PairGradients
-from muse_attention.backends.triton.device_functions import LOG2_E, LOG_2, add_dot, dot, load_rows, store_rows
+from muse_attention.backends.triton.device_functions import (
+    LOG2_E,
+    add_dot,
+    dot,
+    include,
+    load_row,
+    load_rows,
+    store_rows,
+)
 from muse_attention.backends.triton.filling import fill
 from muse_attention.backends.triton.grouping import Groups
 from muse_attention.backends.triton.key_offset import QueryGradients
@@ -230,22 +238,14 @@ def _attend_to_buckets(
         mask_key = offs_key < end  # [KEYS]
         keys = load_rows(keys_ptr, key_head * length, offs_key, mask_key, D)  # [KEYS, D]
         values = load_rows(values_ptr, key_head * length, offs_key, mask_key, DV)  # [KEYS, DV]
-        # (Logits are in powers of two here.)
-        # [PAIRS, KEYS]
-        logits = dot(queries, tl.trans(keys), ACC) * (SCALE * LOG2_E)
+        logits = dot(queries, tl.trans(keys), ACC)  # [PAIRS, KEYS]
         logits = tl.where(mask_key[None, :], logits, float("-inf"))
-        larger = tl.maximum(largest, tl.max(logits, 1))  # [PAIRS]
-        shift = tl.where(larger == float("-inf"), 0.0, larger)  # [PAIRS]
-        weights = tl.exp2(logits - shift[:, None])  # [PAIRS, KEYS]
-        kept = tl.exp2(largest - shift)  # [PAIRS]
-        total = total * kept + tl.sum(weights, 1)
-        weighted = add_dot(weights.to(values.dtype), values, weighted * kept[:, None])
-        largest = larger
+        largest, total, weighted = include(logits, values, largest, total, weighted, SCALE)
     is_empty = total == 0  # [PAIRS]
     weighted /= tl.where(is_empty, 1.0, total)[:, None]
     offs_pair = first_pair + offs_pair
     store_rows(out_ptr, 0, offs_pair, mask_pair, weighted, DV)
-    tl.store(lse_ptr + offs_pair, tl.where(is_empty, float("-inf"), (largest + tl.log2(total)) * LOG_2), mask=mask_pair)
+    tl.store(lse_ptr + offs_pair, tl.where(is_empty, float("-inf"), largest + tl.log(total)), mask=mask_pair)
 
 
 @kernel(stage="retrieval", do_not_specialize=["length", "shared_by", "picks", "buckets"])
@@ -256,10 +256,9 @@ def _buckets_backward_to_queries(
 ):  # fmt: skip
     """Gradients of the queries of a tile of pairs, from all keys of their bucket.
 
-    Grid: that of the pairs' tiles. `grad_out_ptr`: (H, N, DV), `lse_ptr`, `delta_ptr`: (H, N) and `queries_ptr`:
-    (H, N, D), in the order of the inputs; `keys_ptr`: (G, N, D) and `values_ptr`: (G, N, DV), in the order of the
-    buckets; `pair_order_ptr`: (G, L) int32; `bucket_starts_ptr`: (G, K nb + 1) int32; `key_offset_ptr`: (G, D);
-    `grad_pairs_ptr`: (G, L, D) and `grad_shift_ptr`: (G, L), by pair.
+    Grid: that of the pairs' tiles. `grad_out_ptr`: (H, N, DV), `lse_ptr` and `delta_ptr`: (H, N), in the order of the
+    inputs; `key_offset_ptr`: (G, D); `grad_pairs_ptr`: (G, L, D) and `grad_shift_ptr`: (G, L), by pair; the others as
+    in `_attend_to_buckets`.
     """
     key_head, tile, bucket = load_tile(tile_group_ptr)
     if bucket < 0:
@@ -292,8 +291,7 @@ def _buckets_backward_to_queries(
         d_logits = d_logits.to(keys.dtype)
         rounded_shift += tl.sum(d_logits.to(ACC), 1)
         gradient = add_dot(d_logits, keys, gradient)
-    offs_d = tl.arange(0, padded(D))  # [D]
-    offset = tl.load(key_offset_ptr + key_head * D + offs_d, mask=offs_d < D, other=0.0)  # [D]
+    offset = load_row(key_offset_ptr, key_head, D)  # [D]
     # (The product above contains the offset with rounded weights. It is taken out, so that large terms cancel.)
     gradient -= rounded_shift[:, None] * offset[None, :]
     store_rows(grad_pairs_ptr, 0, first_pair + offs_pair, mask_pair, gradient, D)
@@ -308,11 +306,9 @@ def _buckets_backward_to_keys(
 ):  # fmt: skip
     """Gradients of the keys and values of a bucket tile, from a piece of the bucket's pairs.
 
-    Grid: that of the pieces. `grad_out_ptr`: (H, N, DV), `lse_ptr`, `delta_ptr`: (H, N) and `queries_ptr`: (H, N, D),
-    in the order of the inputs; `keys_ptr`: (G, N, D) and `values_ptr`: (G, N, DV), in the order of the buckets;
-    `pair_order_ptr`: (G, L) int32; `tile_begin_ptr`, `tile_end_ptr`: (G, tiles) int32; `piece_tile_ptr`,
-    `piece_begin_ptr`, `piece_end_ptr`: (G, pieces) int32; `grad_keys_ptr`: (G, pieces, KEYS, D); `grad_values_ptr`:
-    (G, pieces, KEYS, DV).
+    Grid: that of the pieces. `tile_begin_ptr`, `tile_end_ptr`: (G, tiles) int32; `piece_tile_ptr`, `piece_begin_ptr`,
+    `piece_end_ptr`: (G, pieces) int32; `grad_keys_ptr`: (G, pieces, KEYS, D); `grad_values_ptr`: (G, pieces, KEYS, DV);
+    the others as in `_buckets_backward_to_queries`.
     """
     key_head, piece, tile = load_tile(piece_tile_ptr)
     if tile < 0:

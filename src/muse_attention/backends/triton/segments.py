@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from muse_attention.backends.triton.device_functions import add_dot, dot, exp_of_less, load_rows
+from muse_attention.backends.triton.device_functions import dot, load_rows
 from muse_attention.backends.triton.grouping import Groups
 from muse_attention.backends.triton.numbers import accumulator, fitting, padded
 from muse_attention.backends.triton.tiles import Tiles
@@ -84,16 +84,3 @@ def score(residual, mass_ptr, key_mean_ptr, first, offs_cluster, mask_cluster, D
     # [ROWS, CLUSTERS]
     logits = dot(residual, tl.trans(means), ACC) + masses[None, :]
     return means, logits
-
-
-@triton.jit
-def include(logits, values, largest, total, weighted, ACC: tl.constexpr):
-    """Add terms to the running softmax: the largest logit and the total, [ROWS], and the weighted values, [ROWS,
-    DV]."""
-    larger = tl.maximum(largest, tl.max(logits, 1))  # [ROWS]
-    shift = tl.where(larger == float("-inf"), 0.0, larger)  # [ROWS]
-    weights = exp_of_less(logits, shift[:, None])  # [ROWS, CLUSTERS]
-    kept = tl.exp(largest - shift)  # [ROWS]
-    total = total * kept + tl.sum(weights, 1)
-    weighted = add_dot(weights.to(values.dtype), values, weighted * kept[:, None])
-    return larger, total, weighted

@@ -118,23 +118,18 @@ def _select_clusters(
     retrieved_ptr += head * length * opened_clusters * retrieved_blocks
     mask = mask_row[:, None] & (logits > float("-inf"))  # [ROWS, CP]
     filled = tl.zeros([ROWS], tl.int32)
-    if IS_PACKED:
-        absent: tl.constexpr = -(2**31)
-        packed = tl.where(mask, index_in_order(logits, CP), absent)  # [ROWS, CP]
-        for number in range(opened_clusters):
-            best = tl.max(packed, 1)  # [ROWS]
-            chosen = tl.where(best == absent, -1, CP - 1 - (best & (CP - 1)))  # [ROWS]
-            packed = tl.where(packed == best[:, None], absent, packed)
-            filled += (chosen >= 0).to(tl.int32)
-            tl.store(opened_ptr + offs_row * opened_clusters + number, chosen, mask=mask_row)
-    else:
-        logits = tl.where(mask, logits, float("-inf"))
-        for number in range(opened_clusters):
-            best, index = tl.max(logits, 1, return_indices=True)  # [ROWS], [ROWS]
-            chosen = tl.where(best == float("-inf"), -1, index)
-            logits = tl.where(offs_cluster[None, :] == chosen[:, None], float("-inf"), logits)
-            filled += (chosen >= 0).to(tl.int32)
-            tl.store(opened_ptr + offs_row * opened_clusters + number, chosen, mask=mask_row)
+    absent: tl.constexpr = -(2**31) if IS_PACKED else float("-inf")
+    scores = tl.where(mask, index_in_order(logits, CP) if IS_PACKED else logits, absent)  # [ROWS, CP]
+    for number in range(opened_clusters):
+        if IS_PACKED:
+            best = tl.max(scores, 1)  # [ROWS]
+            index = CP - 1 - (best & (CP - 1))  # [ROWS]
+        else:
+            best, index = tl.max(scores, 1, return_indices=True)
+        chosen = tl.where(best == absent, -1, index)  # [ROWS]
+        scores = tl.where(offs_cluster[None, :] == chosen[:, None], absent, scores)
+        filled += (chosen >= 0).to(tl.int32)
+        tl.store(opened_ptr + offs_row * opened_clusters + number, chosen, mask=mask_row)
     # A slot without an opened cluster retrieves nothing.
     if tl.min(tl.where(mask_row, filled, opened_clusters), 0) < opened_clusters:
         for number in range(opened_clusters * retrieved_blocks):
@@ -155,10 +150,9 @@ def _select_blocks(
 ):  # fmt: skip
     """The best blocks of each opened cluster, one by one.
 
-    Grid: that of the segments' tiles. `residuals_ptr`: (H, N, D), in the order of the segments; `mass_ptr`:
-    (H, Q, nb, K); `key_mean_ptr`: (H, Q, nb, K, D); `order_ptr`: (H, N) int32; `listed_ptr`: (H, Q, K) int32;
-    `listed_number_ptr`: (H, Q) int32; `opened_ptr`: (H, N, opened clusters) int32; `retrieved_ptr`:
-    (H, N, opened clusters, retrieved blocks) int32.
+    Grid: that of the segments' tiles. `mass_ptr`: (H, Q, nb, K); `key_mean_ptr`: (H, Q, nb, K, D); `listed_ptr`:
+    (H, Q, K) int32; `listed_number_ptr`: (H, Q) int32; the others as in `_select_clusters`, with all of
+    `retrieved_ptr` filled in where something is opened.
     """
     head, tile, segment = load_tile(tile_group_ptr)
     if segment < 0:

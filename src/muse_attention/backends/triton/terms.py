@@ -8,11 +8,11 @@ import triton.language as tl
 from torch import Tensor
 
 from muse_attention.backends.triton.bucket_summaries import pointers
-from muse_attention.backends.triton.device_functions import add_dot, dot, exp_of_less, load_rows, store_rows
+from muse_attention.backends.triton.device_functions import add_dot, dot, exp_of_less, include, load_rows, store_rows
 from muse_attention.backends.triton.key_offset import QueryGradients
 from muse_attention.backends.triton.numbers import cdiv, gradient_dtype, padded
 from muse_attention.backends.triton.runtime.launching import kernel
-from muse_attention.backends.triton.segments import ROWS_OF_TILE, Segments, blocks_of_segment, include, score
+from muse_attention.backends.triton.segments import ROWS_OF_TILE, Segments, blocks_of_segment, score
 from muse_attention.backends.triton.term_bits import (
     Terms,
     any_set,
@@ -164,7 +164,7 @@ def _attend_to_summaries(
             )
             logits = tl.where(bit_of_row(low, high, first, CLUSTERS), logits, float("-inf"))
             values = load_rows(seen_value_mean_ptr, block_base, offs_cluster, mask_cluster, DV)  # [CLUSTERS, DV]
-            largest, total, weighted = include(logits, values, largest, total, weighted, ACC)
+            largest, total, weighted = include(logits, values, largest, total, weighted)
 
         # 2. The blocks of the listed clusters.
         listed_number = tl.load(listed_number_ptr + cluster_index)
@@ -189,7 +189,7 @@ def _attend_to_summaries(
                 _, logits = score(residual, mass_ptr, key_mean_ptr, cluster_base, offs_summary, mask_summary, D, ACC)
                 logits = tl.where(has_term, logits, float("-inf"))
                 values = load_rows(value_mean_ptr, cluster_base, offs_summary, mask_summary, DV)  # [COLUMNS, DV]
-                largest, total, weighted = include(logits, values, largest, total, weighted, ACC)
+                largest, total, weighted = include(logits, values, largest, total, weighted)
 
     # 3. Into the order of the inputs.
     offs_row = tl.load(order_ptr + first_place + offs_place, mask=mask_row, other=0)  # [ROWS]
@@ -220,12 +220,9 @@ def _summaries_backward_to_queries(
 ):  # fmt: skip
     """Gradients of the queries of a segment's tile, from all their terms.
 
-    Grid: that of the segments' tiles. `grad_out_ptr`: (H, N, DV), `lse_ptr`, `delta_ptr`: (H, N) and `residuals_ptr`:
-    (H, N, D), in the order of the segments; `mass_ptr`: (H, Q, nb, K); `key_mean_ptr`: (H, Q, nb, K, D);
-    `value_mean_ptr`: (H, Q, nb, K, DV); `seen_*_ptr`: the same, accumulated; `order_ptr`: (H, N) int32;
-    `cluster_terms_ptr`: (H, words, N) int32; `block_terms_ptr`: (H, nb, words, N) int32; `listed_ptr`: (H, Q, K) int32;
-    `listed_number_ptr`: (H, Q) int32; `grad_queries_ptr`: (H, N, D) and `grad_shift_ptr`: (H, N), in the order of the
-    inputs.
+    Grid: that of the segments' tiles. `grad_out_ptr`: (H, N, DV), `lse_ptr` and `delta_ptr`: (H, N), in the order of
+    the segments; `grad_queries_ptr`: (H, N, D) and `grad_shift_ptr`: (H, N), in the order of the inputs; the others as
+    in `_attend_to_summaries`.
     """
     head, tile, segment = load_tile(tile_group_ptr)
     if segment < 0:
@@ -309,11 +306,9 @@ def _backward_to_summaries(
     blocks, or of all other blocks, that open their cluster: few clusters, so a program takes two neighbouring blocks.
     The queries of a cluster are stored block by block.
 
-    Grid: (Q nb, K / CLUSTERS, H), or (Q nb / 2, 2 K / CLUSTERS, H) if not `IS_SEEN`. `grad_out_ptr`: (H, N, DV),
-    `lse_ptr`, `delta_ptr`: (H, N) and `residuals_ptr`: (H, N, D), in the order of the segments; `mass_ptr`:
-    (H, Q, nb, K); `key_mean_ptr`: (H, Q, nb, K, D); `value_mean_ptr`: (H, Q, nb, K, DV); `starts_ptr`: (H, Q nb + 1)
-    int32; `terms_ptr`: (H, words, N) int32, or (H, nb, words, N) of blocks; `listed_ptr`: (H, Q, K) int32;
-    `listed_number_ptr`: (H, Q) int32; `grad_*_ptr`: as the summaries.
+    Grid: (Q nb, K / CLUSTERS, H), or (Q nb / 2, 2 K / CLUSTERS, H) if not `IS_SEEN`. `starts_ptr`: (H, Q nb + 1)
+    int32; `terms_ptr`: (H, words, N) int32, or (H, nb, words, N) of blocks; gradients of summaries as these; the others
+    as in `_summaries_backward_to_queries`.
     """
     head = tl.program_id(2).to(tl.int64)
     offs_column = tl.arange(0, CLUSTERS)

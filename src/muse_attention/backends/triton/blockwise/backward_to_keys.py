@@ -23,13 +23,14 @@ from muse_attention.backends.triton.device_functions import (
     dot,
     exp_of_less,
     load_pairs,
+    load_row,
     load_rows,
     log2_floor,
     store_rows,
 )
 from muse_attention.backends.triton.filling import fill
 from muse_attention.backends.triton.numbers import padded
-from muse_attention.backends.triton.runtime.launching import kernel
+from muse_attention.backends.triton.runtime.launching import kernel, pointers
 
 FROM_SUMMARIES = {
     128: {"CENTROIDS": 16, "num_warps": 4, "num_stages": 1, "maxnreg": 128},
@@ -80,7 +81,7 @@ def add_to_keys(
         **heads.compiled,
     }
     _summaries_backward_to_keys[grid](
-        **shared, **gradients.arguments, centroids_ptr=heads.centroids, key_offset_ptr=heads.key_offset,
+        **shared, **pointers(gradients, "grad_"), centroids_ptr=heads.centroids, key_offset_ptr=heads.key_offset,
         numbers_ptr=columns.numbers, **geometry.sizes(*_SUMMARY_SIZES), IS_CAUSAL=geometry.is_causal,
         IS_FROZEN=not geometry.config.differentiable_aggregation,
         **heads.fit(FROM_SUMMARIES, FROM_SUMMARIES_BY_REGISTERS),
@@ -138,8 +139,8 @@ def _summaries_backward_to_keys(
         keys_ptr, values_ptr, key_order_ptr, key_tile_begin_ptr, tile, key_head, info & 255, length, seen_blocks,
         key_room, KEYS, D, DV,
     )  # fmt: skip
-    offs_d, offs_centroid = tl.arange(0, padded(D)), tl.arange(0, CENTROIDS)  # [D], [CENTROIDS]
-    offset = tl.load(key_offset_ptr + key_head * D + offs_d, mask=offs_d < D, other=0.0).to(ACC)  # [D]
+    offs_centroid = tl.arange(0, CENTROIDS)
+    offset = load_row(key_offset_ptr, key_head, D).to(ACC)  # [D]
     centred = (keys.to(ACC) - offset[None, :]).to(keys.dtype)  # [KEYS, D]
     d_keys = tl.zeros([KEYS, padded(D)], ACC)  # [KEYS, D]
     d_values = tl.zeros([KEYS, padded(DV)], ACC)  # [KEYS, DV]

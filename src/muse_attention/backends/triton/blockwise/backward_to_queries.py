@@ -30,11 +30,12 @@ from muse_attention.backends.triton.device_functions import (
     dot,
     exp_of_less,
     load_once,
+    load_row,
     load_rows,
     store_rows,
 )
 from muse_attention.backends.triton.numbers import padded
-from muse_attention.backends.triton.runtime.launching import kernel
+from muse_attention.backends.triton.runtime.launching import kernel, pointers
 
 FROM_COLUMNS = {
     128: {"COLUMNS": 32, "num_warps": 4, "num_stages": 2, "maxnreg": 128},
@@ -82,8 +83,8 @@ def add_to_queries(
     }
     row_softmax = RowSoftmax.new(residuals)
     _columns_backward_to_queries[(tiles, geometry.heads)](
-        **shared, **residuals.arguments, **columns.arguments, **slopes.arguments, first_rows_ptr=first_rows,
-        **row_softmax.arguments, **geometry.sizes(*SIZES_OF_COLUMNS, "shared_by"), IS_CAUSAL=geometry.is_causal,
+        **shared, **pointers(residuals), **pointers(columns), **slopes.arguments, first_rows_ptr=first_rows,
+        **pointers(row_softmax), **geometry.sizes(*SIZES_OF_COLUMNS, "shared_by"), IS_CAUSAL=geometry.is_causal,
         FIRST_ORDER=config.uses_first_order, SECOND_ORDER=config.uses_second_order,
         **heads.fit(FROM_COLUMNS, FROM_COLUMNS_BY_REGISTERS),
     )  # fmt: skip
@@ -163,8 +164,7 @@ def _columns_backward_to_queries(
         to_residual = dot(grad_out, tl.trans(slope), ACC)  # [ROWS, D]
         gradient += (summary_weight * factor)[:, None] * to_residual
     # (Means of keys are stored without the offset.)
-    offs_d = tl.arange(0, padded(D))  # [D]
-    offset = tl.load(key_offset_ptr + head // shared_by * D + offs_d, mask=offs_d < D, other=0.0).to(ACC)  # [D]
+    offset = load_row(key_offset_ptr, head // shared_by, D).to(ACC)  # [D]
     gradient += offset_factor[:, None] * offset[None, :]
     gradient = gradient * SCALE + load_rows(grad_queries_ptr, head * length, position, mask_row, D).to(ACC)
     store_rows(grad_queries_ptr, head * length, position, mask_row, gradient, D)
@@ -221,8 +221,7 @@ def _keys_backward_to_queries(
         gradient = add_dot(d_logits, key, gradient)
         # (Matrix units add up the rounded gradients: converting them back takes as long as the exponentials.)
         rounded = add_dot(d_logits, tl.full([KEYS, 16], 1.0, key.dtype), rounded)
-    offs_d = tl.arange(0, padded(D))  # [D]
-    offset = tl.load(key_offset_ptr + key_head * D + offs_d, mask=offs_d < D, other=0.0).to(ACC)  # [D]
+    offset = load_row(key_offset_ptr, key_head, D).to(ACC)  # [D]
     offset_factor -= tl.max(rounded, 1)
     gradient += offset_factor[:, None] * offset[None, :]
     gradient = gradient * SCALE + load_rows(grad_queries_ptr, head * length, position, mask_row, D).to(ACC)

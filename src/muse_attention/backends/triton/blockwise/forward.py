@@ -27,14 +27,14 @@ from muse_attention.backends.triton.blockwise.slopes import Slopes, load_slope
 from muse_attention.backends.triton.blockwise.summaries import Columns, load_numbers
 from muse_attention.backends.triton.device_functions import (
     LOG2_E,
-    add_dot,
     dot,
-    exp_of_less,
+    include,
     load_once,
     load_rows,
     store_rows,
+    weigh,
 )
-from muse_attention.backends.triton.runtime.launching import kernel
+from muse_attention.backends.triton.runtime.launching import kernel, pointers
 from muse_attention.core.expected_error import LARGEST_GROWTH
 from muse_attention.core.structures import Partial
 
@@ -75,7 +75,7 @@ def attend(
     assert config.tolerance is not None
     shared = {"out_ptr": merged.out, "lse_ptr": merged.lse, "ROWS": geometry.rows, **heads.compiled}
     _attend_to_columns[(tiles, geometry.heads)](
-        **residuals.arguments, **columns.arguments, **slopes.arguments, **order.query_arguments,
+        **pointers(residuals), **pointers(columns), **slopes.arguments, **order.query_arguments,
         first_rows_ptr=first_rows, **geometry.sizes(*SIZES_OF_COLUMNS), mean_size=config.mean_bucket,
         tolerance=config.tolerance, CAUTION=config.caution, LARGEST_GROWTH=LARGEST_GROWTH, IS_CAUSAL=geometry.is_causal,
         IS_CHOSEN=is_chosen, FIRST_ORDER=config.uses_first_order, SECOND_ORDER=config.uses_second_order, **shared,
@@ -95,19 +95,6 @@ def _expected_error(log_weight, sigma, CAUTION: tl.constexpr, LARGEST_GROWTH: tl
     """The gain of a weight per deviation, if its logit were `CAUTION` deviations above its estimate."""
     growth = tl.exp2(tl.minimum(CAUTION * sigma, LARGEST_GROWTH) * LOG2_E) - 1.0
     return tl.exp2(log_weight * LOG2_E) * growth / CAUTION
-
-
-@triton.jit
-def _include(logits, values, largest, total, weighted, SCALE: tl.constexpr):
-    """Add terms, whose logits are still to be scaled, to the running softmax: the largest logit and the total, [ROWS],
-    and the weighted values, [ROWS, DV]."""
-    larger = tl.maximum(largest, tl.max(logits, 1) * SCALE)  # [ROWS]
-    weights = exp_of_less(logits, larger[:, None], SCALE)  # [ROWS, COLUMNS]
-    # (Exactly 1 if the largest stays: terms without weight change nothing.)
-    kept = tl.exp2((largest - larger) * LOG2_E)  # [ROWS]
-    total = total * kept + tl.sum(weights, 1)
-    weighted = add_dot(weights.to(values.dtype), values, weighted * kept[:, None])
-    return larger, total, weighted
 
 
 @triton.jit
@@ -172,9 +159,8 @@ def _attend_to_columns(
             means = load_rows(key_mean_ptr, cluster_base, offs_column, mask_column, D)  # [COLUMNS, D]
             masses, deviations, limits, _ = load_numbers(numbers_ptr, cluster_base, offs_column, mask_column)
             logits = score_columns(residual, width, means, masses, deviations, limits, SECOND_ORDER, ACC)
-            larger = tl.maximum(top, tl.max(logits, 1))  # [ROWS]
-            mass = mass * tl.exp2((top - larger) * LOG2_E) + tl.sum(exp_of_less(logits, larger[:, None]), 1)
-            top = larger
+            top, weights, kept = weigh(logits, top, 1.0, False)  # [ROWS], [ROWS, COLUMNS], [ROWS]
+            mass = mass * kept + tl.sum(weights, 1)
         reference_lse = top + tl.log(mass)  # [ROWS]
         # Without caution, `exp(logit - lse) * sigma` reaches the tolerance where its logarithm does.
         threshold = reference_lse + tl.log(tolerance) - tl.log(width)  # [ROWS]
@@ -208,7 +194,7 @@ def _attend_to_columns(
             tl.store(first_rows_ptr + offs_column, first_row.to(tl.uint8), mask=offs_column < columns)
         logits = tl.where(offs_row[:, None] < first_row[None, :], logits, float("-inf"))
         values = load_rows(value_mean_ptr, cluster_base, offs_column, mask_column, DV)  # [COLUMNS, DV]
-        largest, total, weighted = _include(logits, values, largest, total, weighted, 1.0)
+        largest, total, weighted = include(logits, values, largest, total, weighted, 1.0, False)
     if FIRST_ORDER:
         _, _, gain = load_slope(
             slope_ptr, slope_deviation_ptr, head * blocks + own_block, residual, width, LARGEST_REACH, D, DV, ACC
@@ -257,6 +243,6 @@ def _attend_to_keys(
         value = load_rows(values_ptr, key_head * length, key_position, mask_key, DV)  # [KEYS, DV]
         logits = dot(query, tl.trans(key), ACC)  # [ROWS, KEYS]
         logits = tl.where(offs_row[:, None] >= first_row[None, :], logits, float("-inf"))
-        largest, total, weighted = _include(logits, value, largest, total, weighted, SCALE)
+        largest, total, weighted = include(logits, value, largest, total, weighted, SCALE, False)
     store_rows(out_ptr, head * length, position, mask_row, weighted / total[:, None], DV)
     tl.store(lse_ptr + head * length + position, largest + tl.log(total), mask=mask_row)

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from muse_attention.backends.triton.blockwise.geometry import generation_of_block
 from muse_attention.backends.triton.blockwise.heads import Heads
-from muse_attention.backends.triton.device_functions import dot, load_rows, store_rows
-from muse_attention.backends.triton.numbers import accumulator, padded
-from muse_attention.backends.triton.runtime.launching import kernel
+from muse_attention.backends.triton.device_functions import dot, load_row, load_rows, store_rows
+from muse_attention.backends.triton.numbers import accumulator
+from muse_attention.backends.triton.runtime.launching import kernel, pointers
 from muse_attention.core.precision import compute_dtype
 
 _SIZES = ("length", "block_size", "blocks", "query_clusters", "generations", "query_tiles", "shared_by")
@@ -33,11 +33,6 @@ class Residuals:
     width: Tensor
     """(H, nb B): norms of the residuals in units of the spread of keys"""
 
-    @property
-    def arguments(self) -> dict[str, Tensor]:
-        """Arguments of kernels."""
-        return {f"{name}_ptr": table for name, table in vars(self).items()}
-
 
 @dataclass(frozen=True)
 class RowSoftmax:
@@ -54,11 +49,6 @@ class RowSoftmax:
         shape = (*residuals.width.shape, 2)
         return cls(residuals.width.new_empty(shape), residuals.width.new_empty(shape))
 
-    @property
-    def arguments(self) -> dict[str, Tensor]:
-        """Arguments of kernels."""
-        return {f"{name}_ptr": table for name, table in vars(self).items()}
-
 
 def take_residuals(heads: Heads, key_spread: Tensor) -> Residuals:
     """`key_spread` is (G, S, D)."""
@@ -72,7 +62,7 @@ def take_residuals(heads: Heads, key_spread: Tensor) -> Residuals:
     )
     _take_residuals_of_tile[(geometry.blocks * geometry.query_tiles, geometry.heads)](
         queries_ptr=queries, centroids_ptr=heads.centroids, key_offset_ptr=heads.key_offset, key_spread_ptr=key_spread,
-        **order.query_arguments, **residuals.arguments, **geometry.sizes(*_SIZES), SCALE=heads.scale,
+        **order.query_arguments, **pointers(residuals), **geometry.sizes(*_SIZES), SCALE=heads.scale,
         IS_CAUSAL=geometry.is_causal, ROWS=geometry.rows, D=queries.shape[-1], ACC=accumulator(queries.dtype),
     )  # fmt: skip
     return residuals
@@ -92,20 +82,18 @@ def _take_residuals_of_tile(
     begin, rows, cluster = load_tile(tile_begin_ptr, tile_info_ptr, head * tl.num_programs(0) + tl.program_id(0))
     if rows == 0:
         return
-    offs_row, offs_d = tl.arange(0, ROWS), tl.arange(0, padded(D))  # [ROWS], [D]
-    mask_row, mask_d = offs_row < rows, offs_d < D  # [ROWS], [D]
+    offs_row = tl.arange(0, ROWS)
+    mask_row = offs_row < rows  # [ROWS]
     position = tl.load(query_order_ptr + head_base + begin + offs_row, mask=mask_row, other=0)  # [ROWS]
     query = load_rows(queries_ptr, head * length, position, mask_row, D)  # [ROWS, D]
     generation, _ = generation_of_block(tl.program_id(0) // query_tiles, IS_CAUSAL)
     row = (head * generations + generation) * query_clusters + cluster
-    centroid = tl.load(centroids_ptr + row * D + offs_d, mask=mask_d, other=0.0).to(ACC)  # [D]
     # (Summaries are taken at the rounded centroid.)
-    centroid = centroid.to(queries_ptr.dtype.element_ty).to(ACC)
+    centroid = load_row(centroids_ptr, row, D).to(queries_ptr.dtype.element_ty).to(ACC)  # [D]
     residual = query.to(ACC) * SCALE - centroid[None, :]  # [ROWS, D]
     key_head = head // shared_by
-    offset = tl.load(key_offset_ptr + key_head * D + offs_d, mask=mask_d, other=0.0).to(ACC)  # [D]
-    ptrs = key_spread_ptr + (key_head * generations + generation) * D + offs_d  # [D]
-    metric = tl.load(ptrs, mask=mask_d, other=0.0).to(ACC)  # [D]
+    offset = load_row(key_offset_ptr, key_head, D).to(ACC)  # [D]
+    metric = load_row(key_spread_ptr, key_head * generations + generation, D).to(ACC)  # [D]
     places = head_base + begin + offs_row  # [ROWS]
     tl.store(shift_ptr + places, tl.sum(residual * offset[None, :], 1), mask=mask_row)
     tl.store(width_ptr + places, tl.sqrt(tl.sum(residual * residual * metric[None, :], 1)), mask=mask_row)

@@ -25,7 +25,9 @@ from muse_attention.backends.triton.device_functions import (
     exp_of_less,
     finite_square,
     in_range,
+    load_row,
     load_rows,
+    store_rows,
 )
 from muse_attention.backends.triton.integer_tables import size_of_tables
 from muse_attention.backends.triton.numbers import accumulator, cdiv, padded, power_of_two
@@ -142,12 +144,9 @@ def _sum_slopes_of_part(
     part, slot, head = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     key_head = head // shared_by
     generation, block = generation_of_slot(slot, IS_CAUSAL)
-    offs_d = tl.arange(0, padded(D))  # [D]
-    offs_x = tl.arange(0, padded(DV))  # [DV]
     offs_key = tl.arange(0, KEYS)  # [KEYS]
-    centre = tl.load(centres_ptr + (head * generations + generation) * D + offs_d, mask=offs_d < D, other=0.0)  # [D]
-    centre = centre.to(keys_ptr.dtype.element_ty).to(ACC)
-    offset = tl.load(key_offset_ptr + key_head * D + offs_d, mask=offs_d < D, other=0.0).to(ACC)  # [D]
+    centre = load_row(centres_ptr, head * generations + generation, D).to(keys_ptr.dtype.element_ty).to(ACC)  # [D]
+    offset = load_row(key_offset_ptr, key_head, D).to(ACC)  # [D]
     slot_base = (head * summarised + slot) * key_clusters
     offs_cluster = tl.arange(0, KP)
     masses, deviations, _, _ = load_numbers(numbers_ptr, slot_base, offs_cluster, offs_cluster < key_clusters)
@@ -176,8 +175,8 @@ def _sum_slopes_of_part(
         weighted = (keys - offset[None, :] - means) * weights[:, None]  # [KEYS, D]
         sums = add_dot(tl.trans(weighted.to(values.dtype)), values, sums)
     index = (head * summarised + slot) * tl.num_programs(0) + part
-    mask = (offs_d < D)[:, None] & (offs_x < DV)[None, :]  # [D, DV]
-    tl.store(sums_ptr + index * D * DV + offs_d[:, None] * DV + offs_x[None, :], sums, mask=mask)
+    offs_d = tl.arange(0, padded(D))  # [D]
+    store_rows(sums_ptr, index * D, offs_d, offs_d < D, sums, DV)
 
 
 @kernel(stage="summaries", do_not_specialize=_BLOCK_SIZES)

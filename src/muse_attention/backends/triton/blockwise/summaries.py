@@ -14,14 +14,15 @@ from muse_attention.backends.triton.blockwise.heads import Heads
 from muse_attention.backends.triton.device_functions import (
     add_dot,
     dot,
-    exp_of_less,
     finite_square,
+    load_row,
     load_rows,
     log2_floor,
     store_rows,
+    weigh,
 )
 from muse_attention.backends.triton.numbers import cdiv, gradient_dtype, padded
-from muse_attention.backends.triton.runtime.launching import kernel
+from muse_attention.backends.triton.runtime.launching import kernel, pointers
 from muse_attention.core.expected_error import LEAST_PLAIN_SPREAD
 from muse_attention.core.precision import compute_dtype
 
@@ -48,11 +49,6 @@ class Columns:
     value_mean: Tensor
     """(H, Q, T, K, Dv)"""
 
-    @property
-    def arguments(self) -> dict[str, Tensor]:
-        """Arguments of kernels."""
-        return {f"{name}_ptr": table for name, table in vars(self).items()}
-
 
 @dataclass(frozen=True)
 class ColumnGradients:
@@ -71,10 +67,6 @@ class ColumnGradients:
             torch.empty_like(columns.value_mean, dtype=dtype),
         )
 
-    @property
-    def arguments(self) -> dict[str, Tensor]:
-        return {f"grad_{name}_ptr": table for name, table in vars(self).items()}
-
 
 def summarise(heads: Heads, centroids: Tensor) -> Columns:
     """Summaries for (H, S, Q, D) centroids."""
@@ -91,7 +83,7 @@ def summarise(heads: Heads, centroids: Tensor) -> Columns:
     chunks = cdiv(generations.number * clusters, launch["ROWS"])
     _summarise_bucket[(geometry.columns, chunks, geometry.heads)](
         keys_ptr=keys, values_ptr=heads.values, centroids_ptr=centroids, key_offset_ptr=heads.key_offset,
-        **heads.order.bucket_arguments, **columns.arguments, **geometry.sizes(*_SIZES), query_clusters=clusters,
+        **heads.order.bucket_arguments, **pointers(columns), **geometry.sizes(*_SIZES), query_clusters=clusters,
         mean_size=config.mean_bucket, LEAST_PLAIN=LEAST_PLAIN_SPREAD, IS_CAUSAL=geometry.is_causal, **heads.compiled,
         **launch,
     )  # fmt: skip
@@ -139,13 +131,13 @@ def _summarise_bucket(
     bucket_index = key_head * seen_blocks * key_clusters + bucket
     size = tl.load(key_sizes_ptr + bucket_index)
     key_order_ptr += key_head * seen_blocks * key_room + tl.load(key_starts_ptr + bucket_index)
-    offs_d, offs_key, offs_row = tl.arange(0, padded(D)), tl.arange(0, KEYS), tl.arange(0, ROWS)  # [D], [KEYS], [ROWS]
+    offs_key, offs_row = tl.arange(0, KEYS), tl.arange(0, ROWS)  # [KEYS], [ROWS]
     mask_row = first_row + offs_row < all_rows  # [ROWS]
-    offset = tl.load(key_offset_ptr + key_head * D + offs_d, mask=offs_d < D, other=0.0).to(ACC)  # [D]
+    offset = load_row(key_offset_ptr, key_head, D).to(ACC)  # [D]
     # Squares are taken about a key of the bucket, so that little cancels. One that is not finite must poison what
     # attends to it, not the spread of its bucket.
     member = tl.load(key_order_ptr, mask=size > 0, other=0)
-    point = tl.load(keys_ptr + (key_head * length + member) * D + offs_d, mask=offs_d < D, other=0.0).to(ACC)  # [D]
+    point = load_row(keys_ptr, key_head * length + member, D).to(ACC)  # [D]
     point = tl.where(tl.abs(point) < float("inf"), point, 0.0)
 
     # 1. Sums over its keys, of weights relative to the largest so far.
@@ -169,10 +161,7 @@ def _summarise_bucket(
         plain_moment += tl.sum(squared, 0)
         logits = dot(centroid, tl.trans(keys), ACC)  # [ROWS, KEYS]
         logits = tl.where(mask_key[None, :], logits, float("-inf"))
-        larger = tl.maximum(largest, tl.max(logits, 1))  # [ROWS]
-        shift = tl.where(larger == float("-inf"), 0.0, larger)  # [ROWS]
-        weights = exp_of_less(logits, shift[:, None])  # [ROWS, KEYS]
-        kept = tl.exp(largest - shift)  # [ROWS]
+        largest, weights, kept = weigh(logits, largest)  # [ROWS], [ROWS, KEYS], [ROWS]
         total = total * kept + tl.sum(weights, 1)
         # (Means are divided by the sum of the rounded weights, as the products use them: rounding cancels.)
         weights = weights.to(keys.dtype)
@@ -180,7 +169,6 @@ def _summarise_bucket(
         moment = moment * kept + tl.sum(weights.to(ACC) * squared[None, :], 1)
         key_sum = add_dot(weights, keys, key_sum * kept[:, None])
         value_sum = add_dot(weights, values, value_sum * kept[:, None])
-        largest = larger
 
     # 2. Means and spreads.
     is_empty = total == 0  # [ROWS]

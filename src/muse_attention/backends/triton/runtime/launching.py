@@ -75,6 +75,11 @@ def kernel(*, stage: Stage, do_not_specialize: Sequence[str]) -> Callable[[Calla
     return functools.partial(Kernel, stage=stage, do_not_specialize=do_not_specialize)
 
 
+def pointers(tables: object, prefix: str = "") -> dict[str, Tensor]:
+    """The tensors of a structure as arguments of kernels."""
+    return {f"{prefix}{name}_ptr": table for name, table in vars(tables).items()}
+
+
 def stages_of_kernels() -> dict[str, Stage]:
     """The stage of each imported kernel, by the kernel's name."""
     return {name: kernel.stage for name, kernel in _kernels.items()}
