@@ -19,5 +19,5 @@ Names in kernels are those of Triton's tutorials:
   shapes `D` stands for `padded(D)`: tiles are padded, with zeros where they were loaded.
 
 A kernel's docstring has its grid, and the shapes behind its pointers. Launches are by keyword; `arguments` of a
-structure are its tensors as keyword arguments.
+structure, or `arguments_of` it, are its tensors as keyword arguments.
 """

@@ -110,6 +110,7 @@ def _move_overflow(
         for begin in range(0, count, TILE):
             mask_row = begin + offs_place < count  # [TILE]
             offs_row = tl.load(waiting_ptr + begin_of_block + begin + offs_place, mask=mask_row, other=0)  # [TILE]
+            # (All vectors have the factor.)
             x = load_vectors(vectors_ptr, offs_row, mask_row, head >= 0, FACTOR, D, ACC)  # [TILE, D]
             if CHUNK == CP:
                 scores = affinity(x, rounded, norms, ACC)  # [TILE, CP]

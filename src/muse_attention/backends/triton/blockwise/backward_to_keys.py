@@ -30,7 +30,7 @@ from muse_attention.backends.triton.device_functions import (
 )
 from muse_attention.backends.triton.filling import fill
 from muse_attention.backends.triton.numbers import padded
-from muse_attention.backends.triton.runtime.launching import kernel, pointers
+from muse_attention.backends.triton.runtime.launching import arguments_of, kernel
 
 FROM_SUMMARIES = {
     128: {"CENTROIDS": 16, "num_warps": 4, "num_stages": 1, "maxnreg": 128},
@@ -81,7 +81,7 @@ def add_to_keys(
         **heads.compiled,
     }
     _summaries_backward_to_keys[grid](
-        **shared, **pointers(gradients, "grad_"), centroids_ptr=heads.centroids, key_offset_ptr=heads.key_offset,
+        **shared, **arguments_of(gradients, "grad_"), centroids_ptr=heads.centroids, key_offset_ptr=heads.key_offset,
         numbers_ptr=columns.numbers, **geometry.sizes(*_SUMMARY_SIZES), IS_CAUSAL=geometry.is_causal,
         IS_FROZEN=not geometry.config.differentiable_aggregation,
         **heads.fit(FROM_SUMMARIES, FROM_SUMMARIES_BY_REGISTERS),

@@ -35,7 +35,7 @@ from muse_attention.backends.triton.device_functions import (
     store_rows,
 )
 from muse_attention.backends.triton.numbers import padded
-from muse_attention.backends.triton.runtime.launching import kernel, pointers
+from muse_attention.backends.triton.runtime.launching import arguments_of, kernel
 
 FROM_COLUMNS = {
     128: {"COLUMNS": 32, "num_warps": 4, "num_stages": 2, "maxnreg": 128},
@@ -83,8 +83,8 @@ def add_to_queries(
     }
     row_softmax = RowSoftmax.new(residuals)
     _columns_backward_to_queries[(tiles, geometry.heads)](
-        **shared, **pointers(residuals), **pointers(columns), **slopes.arguments, first_rows_ptr=first_rows,
-        **pointers(row_softmax), **geometry.sizes(*SIZES_OF_COLUMNS, "shared_by"), IS_CAUSAL=geometry.is_causal,
+        **shared, **arguments_of(residuals), **arguments_of(columns), **slopes.arguments, first_rows_ptr=first_rows,
+        **arguments_of(row_softmax), **geometry.sizes(*SIZES_OF_COLUMNS, "shared_by"), IS_CAUSAL=geometry.is_causal,
         FIRST_ORDER=config.uses_first_order, SECOND_ORDER=config.uses_second_order,
         **heads.fit(FROM_COLUMNS, FROM_COLUMNS_BY_REGISTERS),
     )  # fmt: skip

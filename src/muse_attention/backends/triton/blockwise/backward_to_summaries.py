@@ -18,7 +18,7 @@ from muse_attention.backends.triton.device_functions import (
     store_rows,
 )
 from muse_attention.backends.triton.numbers import cdiv, padded
-from muse_attention.backends.triton.runtime.launching import kernel, pointers
+from muse_attention.backends.triton.runtime.launching import arguments_of, kernel
 
 TO_SUMMARIES = {
     128: {"COLUMNS": 64, "ROWS": 64, "num_warps": 4, "num_stages": 1},
@@ -41,9 +41,9 @@ def find_gradients_of_summaries(
     centroids = geometry.generations.number * config.query_clusters
     _far_backward_to_summaries[(cdiv(geometry.columns, launch["COLUMNS"]), centroids, geometry.heads)](
         grad_out_ptr=grad_out, for_summaries_ptr=row_softmax.for_summaries, residuals_ptr=residuals.residuals,
-        width_ptr=residuals.width, **pointers(columns), query_order_ptr=order.queries,
+        width_ptr=residuals.width, **arguments_of(columns), query_order_ptr=order.queries,
         tile_begin_ptr=order.query_tile_begin, tile_info_ptr=order.query_tile_info,
-        tiles_before_ptr=order.query_tiles_before, first_rows_ptr=first_rows, **pointers(gradients, "grad_"),
+        tiles_before_ptr=order.query_tiles_before, first_rows_ptr=first_rows, **arguments_of(gradients, "grad_"),
         **geometry.sizes(*SIZES_OF_COLUMNS), IS_CAUSAL=geometry.is_causal, SECOND_ORDER=config.uses_second_order,
         IS_FROZEN=not config.differentiable_aggregation, TILE=config.tile, **heads.compiled, **launch,
     )  # fmt: skip

@@ -34,7 +34,7 @@ from muse_attention.backends.triton.device_functions import (
     store_rows,
     weigh,
 )
-from muse_attention.backends.triton.runtime.launching import kernel, pointers
+from muse_attention.backends.triton.runtime.launching import arguments_of, kernel
 from muse_attention.core.expected_error import LARGEST_GROWTH
 from muse_attention.core.structures import Partial
 
@@ -75,7 +75,7 @@ def attend(
     assert config.tolerance is not None
     shared = {"out_ptr": merged.out, "lse_ptr": merged.lse, "ROWS": geometry.rows, **heads.compiled}
     _attend_to_columns[(tiles, geometry.heads)](
-        **pointers(residuals), **pointers(columns), **slopes.arguments, **order.query_arguments,
+        **arguments_of(residuals), **arguments_of(columns), **slopes.arguments, **order.query_arguments,
         first_rows_ptr=first_rows, **geometry.sizes(*SIZES_OF_COLUMNS), mean_size=config.mean_bucket,
         tolerance=config.tolerance, CAUTION=config.caution, LARGEST_GROWTH=LARGEST_GROWTH, IS_CAUSAL=geometry.is_causal,
         IS_CHOSEN=is_chosen, FIRST_ORDER=config.uses_first_order, SECOND_ORDER=config.uses_second_order, **shared,
@@ -159,7 +159,7 @@ def _attend_to_columns(
             means = load_rows(key_mean_ptr, cluster_base, offs_column, mask_column, D)  # [COLUMNS, D]
             masses, deviations, limits, _ = load_numbers(numbers_ptr, cluster_base, offs_column, mask_column)
             logits = score_columns(residual, width, means, masses, deviations, limits, SECOND_ORDER, ACC)
-            top, weights, kept = weigh(logits, top, 1.0, False)  # [ROWS], [ROWS, COLUMNS], [ROWS]
+            top, weights, kept = weigh(logits, top, MAY_BE_EMPTY=False)  # [ROWS], [ROWS, COLUMNS], [ROWS]
             mass = mass * kept + tl.sum(weights, 1)
         reference_lse = top + tl.log(mass)  # [ROWS]
         # Without caution, `exp(logit - lse) * sigma` reaches the tolerance where its logarithm does.
@@ -194,7 +194,7 @@ def _attend_to_columns(
             tl.store(first_rows_ptr + offs_column, first_row.to(tl.uint8), mask=offs_column < columns)
         logits = tl.where(offs_row[:, None] < first_row[None, :], logits, float("-inf"))
         values = load_rows(value_mean_ptr, cluster_base, offs_column, mask_column, DV)  # [COLUMNS, DV]
-        largest, total, weighted = include(logits, values, largest, total, weighted, 1.0, False)
+        largest, total, weighted = include(logits, values, largest, total, weighted, MAY_BE_EMPTY=False)
     if FIRST_ORDER:
         _, _, gain = load_slope(
             slope_ptr, slope_deviation_ptr, head * blocks + own_block, residual, width, LARGEST_REACH, D, DV, ACC
@@ -243,6 +243,6 @@ def _attend_to_keys(
         value = load_rows(values_ptr, key_head * length, key_position, mask_key, DV)  # [KEYS, DV]
         logits = dot(query, tl.trans(key), ACC)  # [ROWS, KEYS]
         logits = tl.where(offs_row[:, None] >= first_row[None, :], logits, float("-inf"))
-        largest, total, weighted = include(logits, value, largest, total, weighted, SCALE, False)
+        largest, total, weighted = include(logits, value, largest, total, weighted, SCALE, MAY_BE_EMPTY=False)
     store_rows(out_ptr, head * length, position, mask_row, weighted / total[:, None], DV)
     tl.store(lse_ptr + head * length + position, largest + tl.log(total), mask=mask_row)

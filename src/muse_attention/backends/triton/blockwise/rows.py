@@ -12,7 +12,7 @@ from muse_attention.backends.triton.blockwise.geometry import generation_of_bloc
 from muse_attention.backends.triton.blockwise.heads import Heads
 from muse_attention.backends.triton.device_functions import dot, load_row, load_rows, store_rows
 from muse_attention.backends.triton.numbers import accumulator
-from muse_attention.backends.triton.runtime.launching import kernel, pointers
+from muse_attention.backends.triton.runtime.launching import arguments_of, kernel
 from muse_attention.core.precision import compute_dtype
 
 _SIZES = ("length", "block_size", "blocks", "query_clusters", "generations", "query_tiles", "shared_by")
@@ -62,7 +62,7 @@ def take_residuals(heads: Heads, key_spread: Tensor) -> Residuals:
     )
     _take_residuals_of_tile[(geometry.blocks * geometry.query_tiles, geometry.heads)](
         queries_ptr=queries, centroids_ptr=heads.centroids, key_offset_ptr=heads.key_offset, key_spread_ptr=key_spread,
-        **order.query_arguments, **pointers(residuals), **geometry.sizes(*_SIZES), SCALE=heads.scale,
+        **order.query_arguments, **arguments_of(residuals), **geometry.sizes(*_SIZES), SCALE=heads.scale,
         IS_CAUSAL=geometry.is_causal, ROWS=geometry.rows, D=queries.shape[-1], ACC=accumulator(queries.dtype),
     )  # fmt: skip
     return residuals

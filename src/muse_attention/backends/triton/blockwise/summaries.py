@@ -22,7 +22,7 @@ from muse_attention.backends.triton.device_functions import (
     weigh,
 )
 from muse_attention.backends.triton.numbers import cdiv, gradient_dtype, padded
-from muse_attention.backends.triton.runtime.launching import kernel, pointers
+from muse_attention.backends.triton.runtime.launching import arguments_of, kernel
 from muse_attention.core.expected_error import LEAST_PLAIN_SPREAD
 from muse_attention.core.precision import compute_dtype
 
@@ -83,7 +83,7 @@ def summarise(heads: Heads, centroids: Tensor) -> Columns:
     chunks = cdiv(generations.number * clusters, launch["ROWS"])
     _summarise_bucket[(geometry.columns, chunks, geometry.heads)](
         keys_ptr=keys, values_ptr=heads.values, centroids_ptr=centroids, key_offset_ptr=heads.key_offset,
-        **heads.order.bucket_arguments, **pointers(columns), **geometry.sizes(*_SIZES), query_clusters=clusters,
+        **heads.order.bucket_arguments, **arguments_of(columns), **geometry.sizes(*_SIZES), query_clusters=clusters,
         mean_size=config.mean_bucket, LEAST_PLAIN=LEAST_PLAIN_SPREAD, IS_CAUSAL=geometry.is_causal, **heads.compiled,
         **launch,
     )  # fmt: skip

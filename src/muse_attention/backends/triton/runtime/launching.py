@@ -75,7 +75,7 @@ def kernel(*, stage: Stage, do_not_specialize: Sequence[str]) -> Callable[[Calla
     return functools.partial(Kernel, stage=stage, do_not_specialize=do_not_specialize)
 
 
-def pointers(tables: object, prefix: str = "") -> dict[str, Tensor]:
+def arguments_of(tables: object, prefix: str = "") -> dict[str, Tensor]:
     """The tensors of a structure as arguments of kernels."""
     return {f"{prefix}{name}_ptr": table for name, table in vars(tables).items()}
 
