@@ -245,10 +245,10 @@ def _assign_to_nearest(
     if CHUNK == CP:
         current = load_centroids(centroids_ptr, 0, clusters, D, CP)  # [CP, D]
         rounded, norms = half_norms(current, 0, clusters, CP, queries_ptr.dtype.element_ty, ACC)  # [CP, D], [CP]
-    rows = TILE * TILES * stride
+    rows = stride * TILE * TILES
     start = block * block_size + tl.program_id(0) * rows
     end = tl.minimum((block + 1) * block_size, length)
-    for begin in range(start, tl.minimum(start + rows, end), TILE * stride):
+    for begin in range(start, tl.minimum(start + rows, end), stride * TILE):
         offs_row = begin + tl.arange(0, TILE) * stride  # [TILE]
         mask_row = offs_row < end  # [TILE]
         x = load_vectors(vectors_ptr, offs_row, mask_row, head < query_heads, FACTOR, D, ACC)  # [TILE, D]

@@ -95,12 +95,13 @@ def _merge(
     Grid: (H N / TILE,). `out_ptr`, `far_out_ptr`: (H, N, DV) and `lse_ptr`, `far_lse_ptr`: (H, N), the first of each in
     place; `pair_out_ptr`: (G, L, DV); `pair_lse_ptr`: (G, L).
     """
-    offs_row = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)  # [TILE]
-    mask_row = offs_row < rows  # [TILE]
-    own = tl.load(lse_ptr + offs_row, mask=mask_row, other=0.0)  # [TILE]
+    first, offs_row = tl.program_id(0).to(tl.int64) * TILE, tl.arange(0, TILE)  # scalar, [TILE]
+    mask_row = first + offs_row < rows  # [TILE]
+    pair_lse_ptr += first * picks
+    own = tl.load(lse_ptr + first + offs_row, mask=mask_row, other=0.0)  # [TILE]
     largest = own  # [TILE]
     if HAS_SUMMARIES:
-        far = tl.load(far_lse_ptr + offs_row, mask=mask_row, other=0.0)  # [TILE]
+        far = tl.load(far_lse_ptr + first + offs_row, mask=mask_row, other=0.0)  # [TILE]
         largest = tl.maximum(largest, far)
     for pick in range(picks):
         log = tl.load(pair_lse_ptr + offs_row * picks + pick, mask=mask_row, other=float("-inf"))  # [TILE]
@@ -108,20 +109,20 @@ def _merge(
     # The own block holds at least the query's own key, so the largest is not -inf.
     share = tl.exp(own - largest)  # [TILE]
     total = share  # [TILE]
-    weighted = load_rows(out_ptr, 0, offs_row, mask_row, DV).to(ACC) * share[:, None]  # [TILE, DV]
+    weighted = load_rows(out_ptr, first, offs_row, mask_row, DV).to(ACC) * share[:, None]  # [TILE, DV]
     if HAS_SUMMARIES:
         share = tl.exp(far - largest)
         total += share
-        weighted += load_rows(far_out_ptr, 0, offs_row, mask_row, DV).to(ACC) * share[:, None]
+        weighted += load_rows(far_out_ptr, first, offs_row, mask_row, DV).to(ACC) * share[:, None]
     for pick in range(picks):
         offs_pair = offs_row * picks + pick  # [TILE]
         log = tl.load(pair_lse_ptr + offs_pair, mask=mask_row, other=float("-inf"))
         share = tl.exp(log - largest)
         total += share
         mask_pair = mask_row & (log != float("-inf"))  # [TILE]
-        weighted += load_rows(pair_out_ptr, 0, offs_pair, mask_pair, DV).to(ACC) * share[:, None]
-    store_rows(out_ptr, 0, offs_row, mask_row, weighted / total[:, None], DV)
-    tl.store(lse_ptr + offs_row, largest + tl.log(total), mask=mask_row)
+        weighted += load_rows(pair_out_ptr, first * picks, offs_pair, mask_pair, DV).to(ACC) * share[:, None]
+    store_rows(out_ptr, first, offs_row, mask_row, weighted / total[:, None], DV)
+    tl.store(lse_ptr + first + offs_row, largest + tl.log(total), mask=mask_row)
 
 
 @kernel(stage="merging", do_not_specialize=["length"])

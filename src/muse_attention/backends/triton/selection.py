@@ -123,11 +123,12 @@ def _select_clusters(
     for number in range(opened_clusters):
         if IS_PACKED:
             best = tl.max(scores, 1)  # [ROWS]
-            index = CP - 1 - (best & (CP - 1))  # [ROWS]
+            chosen = tl.where(best == absent, -1, CP - 1 - (best & (CP - 1)))  # [ROWS]
+            scores = tl.where(scores == best[:, None], absent, scores)
         else:
-            best, index = tl.max(scores, 1, return_indices=True)
-        chosen = tl.where(best == absent, -1, index)  # [ROWS]
-        scores = tl.where(offs_cluster[None, :] == chosen[:, None], absent, scores)
+            best, index = tl.max(scores, 1, return_indices=True)  # [ROWS], [ROWS]
+            chosen = tl.where(best == absent, -1, index)  # [ROWS]
+            scores = tl.where(offs_cluster[None, :] == chosen[:, None], absent, scores)
         filled += (chosen >= 0).to(tl.int32)
         tl.store(opened_ptr + offs_row * opened_clusters + number, chosen, mask=mask_row)
     # A slot without an opened cluster retrieves nothing.
