@@ -456,7 +456,7 @@ def test_replays_hold_no_memory(config: str) -> None:
 @pytest.mark.parametrize(
     ("config", "some", "least"),
     [
-        (PAPER, {"_take", "_attend_to_summaries", "_add_to_queries"}, 60),
+        (PAPER, {"_take_starts", "_attend_to_summaries", "_add_to_queries"}, 60),
         (BLOCKWISE, {"_summarise_bucket", "_attend_to_columns", "_keys_backward_to_queries"}, 20),
     ],
 )
