@@ -9,15 +9,32 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("triton")
+import triton.language as tl
+
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, kernels are compiled: test_cuda.py")
 
 from muse_attention import muse_attention  # noqa: E402
-from muse_attention.backends.triton import filling  # noqa: E402
-from muse_attention.backends.triton.filling import copied, fill  # noqa: E402
+from muse_attention.backends.triton.filling import fill  # noqa: E402
 from muse_attention.backends.triton.runtime import launching, schedule  # noqa: E402
 from tests.shapes import Shape  # noqa: E402
 
 SIZE = 300
+WIDTH = 128
+
+
+@launching.kernel(stage="sorting", do_not_specialize=["number"])
+def _copy(source_ptr, target_ptr, number, WIDTH: tl.constexpr):  # noqa: N803
+    """Copy `number` entries. Grid: (number / WIDTH,)."""
+    offs = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)  # [WIDTH]
+    tl.store(target_ptr + offs, tl.load(source_ptr + offs, mask=offs < number), mask=offs < number)
+
+
+def copied(tensor: Tensor) -> Tensor:
+    """A copy of a contiguous tensor, in memory of its own."""
+    copy = tensor.new_empty(tensor.shape)
+    grid = (-(-tensor.numel() // WIDTH),)
+    _copy[grid](source_ptr=tensor, target_ptr=copy, number=tensor.numel(), WIDTH=WIDTH)
+    return copy
 
 
 def _copies_of_copies(source: Tensor, number: int) -> tuple[Tensor, ...]:
@@ -39,13 +56,13 @@ def test_a_scheduled_function_gives_what_it_gives_directly() -> None:
 )
 def test_a_launch_names_the_parameters_of_its_kernel(arguments: dict[str, object]) -> None:
     with pytest.raises(TypeError, match=r"_copy lacks these arguments, or has no such parameters: \['(WIDTH|D)'"):
-        filling._copy[(1,)](**arguments)
+        _copy[(1,)](**arguments)
 
 
 def test_arguments_go_in_the_order_of_the_kernel() -> None:
     with launching.noted() as launches:
         tensor = torch.empty(8, device="meta")
-        filling._copy[(2,)](WIDTH=4, num_warps=2, number=8, target_ptr=tensor, source_ptr=tensor)
+        _copy[(2,)](WIDTH=4, num_warps=2, number=8, target_ptr=tensor, source_ptr=tensor)
     (launch,) = launches
     assert launch.grid == (2, 1, 1)
     assert launch.arguments[2:] == (8, 4)
@@ -53,10 +70,10 @@ def test_arguments_go_in_the_order_of_the_kernel() -> None:
 
 
 def test_no_two_kernels_have_one_name() -> None:
-    def _copy(number: int) -> None: ...
+    def _fill(number: int) -> None: ...
 
-    with pytest.raises(ValueError, match="two kernels _copy"):
-        launching.kernel(stage="sorting", do_not_specialize=[])(_copy)
+    with pytest.raises(ValueError, match="two kernels _fill"):
+        launching.kernel(stage="sorting", do_not_specialize=[])(_fill)
 
 
 def test_outputs_of_two_calls_are_different_memory() -> None:

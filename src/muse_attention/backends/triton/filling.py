@@ -1,4 +1,4 @@
-"""Fill and copy tensors."""
+"""Fill tensors."""
 
 from __future__ import annotations
 
@@ -24,23 +24,8 @@ def fill(tensor: Tensor, value: float) -> Tensor:
     return tensor
 
 
-def copied(tensor: Tensor) -> Tensor:
-    """A copy of a contiguous tensor, in memory of its own."""
-    copy = tensor.new_empty(tensor.shape)
-    grid = (cdiv(tensor.numel(), _WIDTH),)
-    _copy[grid](source_ptr=tensor, target_ptr=copy, number=tensor.numel(), WIDTH=_WIDTH)
-    return copy
-
-
 @kernel(stage="selection", do_not_specialize=["number"])
 def _fill(tensor_ptr, number, VALUE: tl.constexpr, WIDTH: tl.constexpr):
     """Store `VALUE` into all of `number` entries. Grid: (number / WIDTH,)."""
     offs = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)  # [WIDTH]
     tl.store(tensor_ptr + offs, tl.full([WIDTH], VALUE, tensor_ptr.dtype.element_ty), mask=offs < number)
-
-
-@kernel(stage="clustering", do_not_specialize=["number"])
-def _copy(source_ptr, target_ptr, number, WIDTH: tl.constexpr):
-    """Copy `number` entries. Grid: (number / WIDTH,)."""
-    offs = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)  # [WIDTH]
-    tl.store(target_ptr + offs, tl.load(source_ptr + offs, mask=offs < number), mask=offs < number)
