@@ -52,6 +52,11 @@ def machine_lines(machine: dict[str, Any]) -> tuple[str, str]:
         raise ValueError("it does not say which machine measured it") from None
 
 
+def device_name(device: torch.device) -> str | None:
+    """The GPU, or the CPU, by its model name; None where that is unknown."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
+
+
 def cpu_name() -> str | None:
     """The model name, from wherever this operating system keeps it."""
     cpuinfo = Path("/proc/cpuinfo")

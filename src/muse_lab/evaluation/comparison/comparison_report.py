@@ -47,8 +47,6 @@ _PROBE = (
     "model attends exactly, in every global layer."
 )
 _SHARED_GPU = Note("The GPU was shared with other programs, so the speeds of these runs are left out.")
-_MEASURED_BY = "The machine below measured these losses; the runs may have been trained on another."
-_WRITTEN_BY = "The machine below wrote this report; the runs may have been trained on another."
 _RECORDED = (
     "No loss was measured for this report: it has what the runs recorded while they trained. Their weights may be gone."
 )
@@ -83,10 +81,11 @@ def comparison_report(results: ComparisonResults, file_name: str = "") -> Report
         f"{settings.samples} windows of {format_size(settings.length)} tokens, evenly spaced among "
         f"{settings.windows:,}; {settings.precision}, on {settings.device}"
     )
+    trained_on = _trained_on(results)
     facts = (
-        [f"Held-out text: {settings.corpus}; {windows}", _MEASURED_BY]
+        [f"Held-out text: {settings.corpus}; {windows}", f"The machine below measured these losses; {trained_on}."]
         if settings.samples
-        else [f"Corpus: {settings.corpus}", _WRITTEN_BY]
+        else [f"Corpus: {settings.corpus}", f"The machine below wrote this report; {trained_on}."]
     )
     return Report(
         f"Training runs compared: {', '.join(results.runs)}",
@@ -105,6 +104,13 @@ def comparison_report(results: ComparisonResults, file_name: str = "") -> Report
         names=names_table(_named(results)),
         provenance=provenance_of(results, *facts),
     )
+
+
+def _trained_on(results: ComparisonResults) -> str:
+    named = [run.hardware for run in results.runs.values() if run.hardware is not None]
+    if len(named) < len(results.runs):
+        return "the runs may have been trained on another"
+    return f"the runs were trained on {', '.join(dict.fromkeys(named))}"
 
 
 def _by_attention(results: ComparisonResults, runs: Sequence[Table | Note]) -> Iterable[Section]:

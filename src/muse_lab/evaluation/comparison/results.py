@@ -49,6 +49,8 @@ class Run:
     curves: TrainingCurves
     device: str
     """cpu or cuda, where it was trained"""
+    hardware: str | None = None
+    """the name of that GPU or CPU, if it was recorded"""
 
     @property
     def attention(self) -> str:

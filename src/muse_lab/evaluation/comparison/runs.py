@@ -29,6 +29,7 @@ from muse_lab.pretraining.run.folder import (
     open_checkpoint,
     run_corpus,
     run_device,
+    run_hardware,
     run_recipe,
 )
 
@@ -50,6 +51,8 @@ class StoredRun:
     """updates that its checkpoints before that have seen"""
     device: str
     """that it was trained on"""
+    hardware: str | None
+    """the name of that GPU or CPU, if it was recorded"""
 
 
 def open_runs(
@@ -107,7 +110,7 @@ def _open_run(
                 f"{folder / FILE} has no update; leave the run out, or give --samples to compare its weights"
             )
         newest = steps[-1]["step"]
-        return StoredRun(folder, name, recipe, curves, newest, False, earlier=(), device=run_device(folder))
+        return StoredRun(folder, name, recipe, curves, newest, False, (), run_device(folder), run_hardware(folder))
     newest, is_finished = recipe.updates, (folder / MODEL).is_dir()
     if not is_finished:
         checkpoint = latest_checkpoint(folder, recipe, corpus, on_refused)
@@ -115,7 +118,8 @@ def _open_run(
             raise ValueError(f"the run in {folder} has neither a model nor a checkpoint yet; train it on with --resume")
         newest = checkpoint.step
     earlier = tuple(step for step in checkpoints.steps_in(folder / CHECKPOINTS) if step < newest)
-    return StoredRun(folder, name, recipe, curves, newest, is_finished, earlier, run_device(folder))
+    place = run_device(folder), run_hardware(folder)
+    return StoredRun(folder, name, recipe, curves, newest, is_finished, earlier, *place)
 
 
 def _curves_of(steps: Sequence[Mapping[str, Any]], folder: Path) -> TrainingCurves:

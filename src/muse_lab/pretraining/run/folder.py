@@ -37,6 +37,7 @@ from muse_lab.pretraining.parallel import World
 from muse_lab.pretraining.recipes import Recipe, differences, read_recipe
 from muse_lab.pretraining.run.state import RunState, read_state
 from muse_lab.records.files import alone_in, errors_naming, remove_folder, replace_file
+from muse_lab.records.machine import device_name
 from muse_lab.records.regular_files import read_regular
 from muse_lab.records.strict_json import parse_json
 
@@ -110,6 +111,11 @@ def run_corpus(output: Path) -> str:
 def run_device(output: Path) -> str:
     """The device on which the run in a folder trains, cpu or cuda."""
     return str(_read_run(output).get("device"))
+
+
+def run_hardware(output: Path) -> str | None:
+    """The name of that GPU or CPU; None if the run was recorded without."""
+    return _read_run(output).get("hardware")
 
 
 def write_run(output: Path, about: dict[str, Any]) -> None:
@@ -199,6 +205,7 @@ def describe_run(
         "torch": str(torch.__version__),
         "threads": torch.get_num_threads(),
         "device": device.type,
+        "hardware": device_name(device),
     }
 
 
