@@ -359,7 +359,7 @@ TABLES = (
             _train("paper-s4", "head_dim=128 attention=exact", "exact-128"),
             "muse compare out/exact-128 out/muse-128 --corpus out/code",
         ),
-        ("benchmarks/speed/cuda-qwen-128.md",),
+        ("benchmarks/speed/cuda-qwen-128-16k-32k.md",),
         "Speed and error are recorded on heads of a model that has this dimension; none was trained.",
     ),
     Element(

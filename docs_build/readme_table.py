@@ -18,10 +18,12 @@ from docs_build.records import (
     RECORDS,
     SMOLLM2,
     Timing,
+    read_speeds,
     read_timings,
     read_timings_of_qwen,
 )
 from muse_attention.sizes import format_size
+from muse_lab.records.attention_names import EXACT
 
 README = Path(__file__).parent.parent / "README.md"
 BEGIN = "<!-- table: python -m docs_build.readme_table -->"
@@ -48,7 +50,7 @@ def read_rows() -> list[Row]:
     """Attention on heads of trained models; speed and loss of training."""
     timings = [*read_timings(), *read_timings_of_qwen()]
     compared = [_find(timings, data, 1024 * thousands) for data, thousands in COMPARED]
-    return [*map(_attention_row, compared), *_extension_rows()]
+    return [*map(_attention_row, compared), _long_row(), *_extension_rows()]
 
 
 def make_table(rows: Sequence[Row]) -> str:
@@ -90,6 +92,18 @@ def _attention_row(timing: Timing) -> Row:
         *(f"{1000 * seconds:.3g} ms" for seconds in (timing.exact_seconds, timing.seconds)),
         f"**{timing.speedup:.2f}x** as fast, RSE {timing.error:#.2g}",
         timing.file,
+    )
+
+
+def _long_row() -> Row:
+    """Training at 64k from trained weights."""
+    speeds = read_speeds("s3-64k")
+    exact, muse = speeds[EXACT], speeds[DEFAULT]
+    return Row(
+        "96M model, 64k tokens, training speed",
+        *(f"{round(speed, -2):,.0f} tokens/s" for speed in (exact, muse)),
+        f"**{muse / exact:.2f}x** as fast",
+        RECORDS.parent / "docs" / "evidence" / "pretraining.md",
     )
 
 

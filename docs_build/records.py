@@ -13,7 +13,7 @@ from muse_lab.benchmark.tuning import TuningResults
 from muse_lab.evaluation.comparison.results import ComparisonResults
 from muse_lab.evaluation.comparison.training_curves import TrainingCurves
 from muse_lab.pretraining.monitoring.metrics import read_metrics
-from muse_lab.records.attention_names import recorded_config
+from muse_lab.records.attention_names import EXACT, recorded_config
 
 RECORDS = Path(__file__).parent.parent / "benchmarks"
 DEFAULT, PAPER, MOBA, BLOCK_DIAGONAL = "MuSe, default", "MuSe, the paper's sizes", "MoBA", "block-diagonal"
@@ -88,6 +88,18 @@ def read_comparison(record: str) -> tuple[ComparisonResults, Path]:
     if results.machine["gpu"] != GPU:
         raise ValueError(f"{path}: not of an {GPU}, as README says")
     return results, path
+
+
+def read_speeds(record: str) -> dict[str, float]:
+    """Tokens per second of two training runs that had a GPU to themselves, by their attention, exact and DEFAULT."""
+    path = RECORDS / "pretraining" / record / "compare.json"
+    speeds = {}
+    for run in ComparisonResults.read(path).runs.values():
+        is_default = classify(run.attention, run.recipe.length) == DEFAULT
+        speeds[DEFAULT if is_default else run.attention] = run.curves.speeds[run.attention].tokens_per_second
+    if speeds.keys() != {EXACT, DEFAULT}:
+        raise ValueError(f"{path}: not of exact attention and the present default")
+    return speeds
 
 
 def read_speed_alone(record: str, training: str) -> float:
