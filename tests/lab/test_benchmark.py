@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from muse_attention import MuSeConfig, backends, get_attention
+from muse_attention.fidelity.gradients import measure_gradients
 from muse_attention.sizes import format_size, parse_size_list
 from muse_lab.benchmark import stages, suite, timing
 from muse_lab.benchmark.bench_report import bench_report
@@ -355,8 +356,10 @@ def test_the_report_names_machine_versions_command_and_settings(tmp_path: Path) 
     ):
         assert expected in report
     assert str(tmp_path) not in report
-    (times, retrieved) = (table for section in bench_report(results, "cpu").sections for table in section.tables)
-    assert len(times.rows) == len(retrieved.rows) == 3
+    (times, retrieved, gradients) = (
+        table for section in bench_report(results, "cpu").sections for table in section.tables
+    )
+    assert len(times.rows) == len(retrieved.rows) == len(gradients.rows) == 3
 
 
 def test_the_machine_with_a_gpu_is_described_by_its_versions(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -378,7 +381,7 @@ def test_the_machine_with_a_gpu_is_described_by_its_versions(monkeypatch: pytest
         ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16", "own block"),
         ("void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64>>(Flash_fwd_params)", "own block"),
         ("fmha_cutlassF_bf16_aligned_64x64_rf_sm80", "own block"),
-        ("_take", "clustering"),
+        ("_take_starts", "clustering"),
         ("_take_rows", "sorting"),
         ("_summarise_backward", "summaries"),
         ("_mark_terms", "selection"),
@@ -548,6 +551,22 @@ def test_what_was_retrieved_is_shown(tmp_path: Path) -> None:
     assert header.endswith("| pairs | keys | retrieving | found |")
     (line,) = [line for line in report.splitlines() if "moba:L128B16R1" in line and "| 12.0 |" in line]
     assert f"| 0.75 | 12.0 | 75.0% | {100 * moba.fidelity['found_share']:.1f}% |" in line
+
+
+def test_the_error_of_gradients_is_shown_where_it_was_measured(tmp_path: Path) -> None:
+    attentions = ("exact", "muse:Q8K8T0.1B128")
+    plan = Plan.at_lengths(dataclasses.replace(SETTINGS, repeats=1, key_heads=1), lengths=(512,), attentions=attentions)
+    results = measured(plan, tmp_path / "cpu.json")
+    exact, muse = results.cases
+    workload = plan.workload(muse.shape)
+    errors = measure_gradients(get_attention(attentions[1]), *workload.tensors, **workload.arguments).pooled()
+    assert {name: muse.fidelity[name] for name in errors} == pytest.approx(errors)
+    assert all(exact.fidelity[name] == 0 < error < 1 for name, error in errors.items())
+    report = markdown_report(results)
+    assert "| attention | length | dq RSE | dk RSE | dv RSE |" in report
+    assert "| exact | 512, 2:1 heads | 0 | 0 | 0 |" in report
+    earlier = dataclasses.replace(results, cases=[some_case(SETTINGS.shape(512))])
+    assert "dq RSE" not in markdown_report(earlier)
 
 
 def test_the_report_says_how_many_queries_looked_for_single_keys() -> None:

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from muse_attention.baselines import exact_attention
+from muse_attention.fidelity.error import pool
 from muse_attention.registry import Attention
 
 Gradients = tuple[Tensor, Tensor, Tensor]
-"""Gradients of query, key and value."""
+"""Gradients of query, key and value, or the leaves that they belong to."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,10 @@ class GradientErrors:
     value_gradient_error: Tensor
     """(batch, key heads)"""
 
+    def pooled(self) -> dict[str, float]:
+        """Each error averaged over all heads, by name."""
+        return pool(vars(self))
+
 
 @dataclass(frozen=True)
 class ExactGradients:
@@ -41,13 +46,11 @@ class ExactGradients:
 
     @classmethod
     def of(cls, query: Tensor, key: Tensor, value: Tensor, *, seed: int = 0, **arguments: Any) -> ExactGradients:
-        with torch.no_grad():
-            out = exact_attention(query, key, value, **arguments)
-        assert isinstance(out, Tensor)
-        size = out.double().square().mean((2, 3), keepdim=True).sqrt()
+        out, leaves = _forward(exact_attention, query, key, value, arguments)
+        size = out.detach().double().square().mean((2, 3), keepdim=True).sqrt()
         noise = torch.randn(out.shape, generator=torch.Generator().manual_seed(seed)).to(out.device)
         grad_out = (noise * size).to(out.dtype)
-        return cls(grad_out, _gradients(exact_attention, query, key, value, grad_out, arguments))
+        return cls(grad_out, _backward(out, leaves, grad_out))
 
 
 def measure_gradients(
@@ -61,17 +64,23 @@ def measure_gradients(
 ) -> GradientErrors:
     """Gradients of an attention against those of exact attention on the same tensors; pass `exact` if it is known."""
     exact = exact or ExactGradients.of(query, key, value, **arguments)
-    gradients = _gradients(attention, query, key, value, exact.grad_out, arguments)
+    gradients = _backward(*_forward(attention, query, key, value, arguments), exact.grad_out)
     return GradientErrors(*(_error(*pair) for pair in zip(gradients, exact.gradients, strict=True)))
 
 
-def _gradients(
-    attention: Attention, query: Tensor, key: Tensor, value: Tensor, grad_out: Tensor, arguments: dict[str, Any]
-) -> Gradients:
+def _forward(
+    attention: Attention, query: Tensor, key: Tensor, value: Tensor, arguments: dict[str, Any]
+) -> tuple[Tensor, Gradients]:
+    """The output, recorded by autograd, and the leaves of its graph."""
     with torch.enable_grad():
         query, key, value = (tensor.detach().requires_grad_() for tensor in (query, key, value))
         out = attention(query, key, value, **arguments)
-        grad_query, grad_key, grad_value = torch.autograd.grad(out, (query, key, value), grad_out)
+    assert isinstance(out, Tensor)
+    return out, (query, key, value)
+
+
+def _backward(out: Tensor, leaves: Gradients, grad_out: Tensor) -> Gradients:
+    grad_query, grad_key, grad_value = torch.autograd.grad(out, leaves, grad_out)
     return grad_query, grad_key, grad_value
 
 

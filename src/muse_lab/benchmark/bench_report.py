@@ -21,7 +21,7 @@ from muse_lab.benchmark.tables import (
     sorted_cases,
 )
 from muse_lab.records.attention_names import short_names
-from muse_lab.report.fidelity_columns import ERROR, RETRIEVAL, TAIL, measure_columns
+from muse_lab.report.fidelity_columns import ERROR, GRADIENTS, RETRIEVAL, TAIL, measure_columns
 from muse_lab.report.plots import PALETTE, Axis, Line, Rule, line_figure
 from muse_lab.report.provenance import names_table, provenance_of
 from muse_lab.report.tree import Card, Column, Figure, Note, Report, Section, Table, number, text
@@ -53,6 +53,8 @@ def bench_report(results: BenchmarkResults, file_name: str) -> Report:
     ]
     if (retrieved := retrieval_table(results)) is not None:
         sections.append(Section("The tail of the error, and what was retrieved", retrieved, *_found_note(cases)))
+    if (gradients := gradient_table(results)) is not None:
+        sections.append(Section("The error of gradients", gradients))
     if any(case.stage_milliseconds for case in cases):
         sections.append(Section("Share of each stage", _stages_table(results), Note(_STAGES)))
     return Report(
@@ -96,6 +98,13 @@ def retrieval_table(results: BenchmarkResults) -> Table | None:
     """The tail of the error, and what was retrieved; None where neither is known."""
     cases = sorted_cases(results)
     columns = measure_columns((*TAIL, *RETRIEVAL), cases, lambda case: case.fidelity)
+    return _table(results, cases, *columns) if columns else None
+
+
+def gradient_table(results: BenchmarkResults) -> Table | None:
+    """The error of the gradients; None where it is not known."""
+    cases = sorted_cases(results)
+    columns = measure_columns(GRADIENTS, cases, lambda case: case.fidelity)
     return _table(results, cases, *columns) if columns else None
 
 

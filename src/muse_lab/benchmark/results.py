@@ -36,8 +36,9 @@ class Case:
     times: Times
     sdpa_times: Times
     fidelity: dict[str, float]
-    """measures of `fidelity.Fidelity`, against exact attention in the same dtype, averaged over heads; without those of
-    retrieval if the attention retrieves nothing, and without the lse gap if it returns no lse"""
+    """measures of `fidelity.Fidelity` and `fidelity.gradients.GradientErrors`, against exact attention in the same
+    dtype, averaged over heads. Those of retrieval are absent if the attention retrieves nothing, the lse gap if it
+    returns no lse, and those of gradients in records of earlier versions."""
     extra_memory_bytes: int | None
     sdpa_extra_memory_bytes: int | None
     sdpa_backend: str

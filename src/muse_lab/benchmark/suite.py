@@ -13,6 +13,7 @@ import torch
 
 from muse_attention.baselines import exact_attention
 from muse_attention.fidelity.error import measure
+from muse_attention.fidelity.gradients import ExactGradients, measure_gradients
 from muse_attention.registry import get_attention
 from muse_lab.benchmark.memory import MemoryCase, extra_memory_on_cuda, measure_extra_memory
 from muse_lab.benchmark.plan import Plan, by_shape
@@ -63,14 +64,15 @@ class _Run:
         sdpa_times, *times = self._time_together(requests, workload)
         with torch.no_grad():
             exact: Any = exact_attention(*workload.tensors, return_lse=True, **workload.arguments)
+        exact_gradients = ExactGradients.of(*workload.tensors, **workload.arguments)
         for request, own_times in zip(requests, times, strict=True):
             name = request.full_name
             self._begin(request, "fidelity")
-            fidelity = measure(get_attention(name), *workload.tensors, exact=exact, **workload.arguments)
+            measured = get_attention(name), *workload.tensors
+            fidelity = measure(*measured, exact=exact, **workload.arguments).pooled()
+            fidelity |= measure_gradients(*measured, exact=exact_gradients, **workload.arguments).pooled()
             memory, sdpa_memory = self._measure_memory(request, workload) if self._settings.memory else (None, None)
-            case = Case(
-                *(request, name, own_times, sdpa_times, fidelity.pooled(), memory, sdpa_memory, workload.sdpa_backend)
-            )
+            case = Case(*(request, name, own_times, sdpa_times, fidelity, memory, sdpa_memory, workload.sdpa_backend))
             self._results.cases.append(case)
             self._results.write(self._path)
 
