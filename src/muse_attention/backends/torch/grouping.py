@@ -119,7 +119,7 @@ def tiles(
             end += 1
         place = torch.arange(longest, device=device)
         size = sizes[begin:end, None]
-        rows = groups.order[starts[begin:end, None] + torch.minimum(place, size - 1)]
+        rows = take_rows(groups.order, starts[begin:end, None] + torch.minimum(place, size - 1))
         yield Tiles(number[begin:end], rows, place < size)
         begin = end
 
@@ -148,5 +148,5 @@ def neighbour_tiles(groups: Groups, begin: int, end: int, elements_per_row: int)
         for skipped in range(0, longest, max(1, at_once)):
             place = torch.arange(skipped, min(longest, skipped + at_once), device=groups.order.device)
             at = (starts + torch.minimum(place, lengths - 1)).clamp_(0, groups.order.shape[0] - 1)
-            yield slice(first, stop), Tiles(neighbours, groups.order[at], place < lengths)
+            yield slice(first, stop), Tiles(neighbours, take_rows(groups.order, at), place < lengths)
         first = stop

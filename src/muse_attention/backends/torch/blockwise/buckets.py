@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -37,3 +39,26 @@ class Buckets(Groups):
 
     def of_block(self, block: int) -> slice:
         return slice(block * self.key_clusters, (block + 1) * self.key_clusters)
+
+    def rows_of_block(self, block: int) -> slice:
+        """The rows of `keys` and `values` in a block."""
+        end = (block + 1) * self.key_clusters
+        return slice(self._begins[block * self.key_clusters], self._begins[end])
+
+    def bucket_of_rows(self, block: int) -> Tensor:
+        """(rows of a block,) int64: the bucket of each, counted from the first of the block."""
+        return self._bucket_in_block[self.rows_of_block(block)]
+
+    def split(self, block: int, rows: Tensor) -> tuple[Tensor, ...]:
+        """The part of each bucket of (rows of a block, ...), as views."""
+        begins = self._begins[block * self.key_clusters : (block + 1) * self.key_clusters + 1]
+        return rows.split([end - begin for begin, end in itertools.pairwise(begins)])
+
+    @cached_property
+    def _bucket_in_block(self) -> Tensor:
+        numbers = torch.arange(self.sizes.shape[0], device=self.sizes.device) % self.key_clusters
+        return torch.repeat_interleave(numbers, self.sizes)
+
+    @cached_property
+    def _begins(self) -> list[int]:
+        return [0, *self.sizes.cumsum(0).tolist()]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from muse_attention.backends.torch.blockwise import retrieval
 from muse_attention.backends.torch.blockwise.buckets import Buckets
-from muse_attention.backends.torch.blockwise.columns import Columns, leave_out_retrieved, products, weigh
+from muse_attention.backends.torch.blockwise.columns import Columns, kept, leave_out_retrieved, products, weigh
 from muse_attention.backends.torch.blockwise.query_slots import Slots, most_slots, slot_rows
 from muse_attention.backends.torch.blockwise.slopes import Slopes, find_slopes
 from muse_attention.backends.torch.blockwise.summaries import Spread, Table, summarise, summarise_backward
@@ -29,8 +29,8 @@ from muse_attention.core.query_tiles import NO_ROW
 from muse_attention.core.selection_shapes import SelectionShapes
 from muse_attention.core.structures import Partial, Selection
 
-SCORED_AT_ONCE = 1 << 18
-"""Logits of summaries in one batch of slots: few enough to stay in cache."""
+SCORED_AT_ONCE = 1 << 20
+"""Logits of summaries in one batch of slots, about: few enough to stay in a cache, and not many more calls."""
 FAINTEST = 1e-20
 """If the summaries that are not retrieved sum to less than this share of the largest one, float32 may have lost them:
 they are weighed again without it."""
@@ -167,28 +167,31 @@ class _Block:
 
     @property
     def slots_at_once(self) -> int:
-        config, columns = self.config, self.columns.log_mass.shape[1]
-        return max(1, min(most_slots(config), SCORED_AT_ONCE // (slot_rows(config) * columns)))
+        """The slots of a batch: as many as the cache has room for, and equal parts of the most that there can be."""
+        most = most_slots(self.config)
+        batches = -(-most * slot_rows(self.config) * self.columns.log_mass.shape[1] // SCORED_AT_ONCE)
+        return -(-most // min(most, batches))
 
     @property
     def config(self) -> MuSeConfig:
         return self.head.call.config
 
-    def lay_out(self) -> tuple[Slots, Tensor]:
+    def lay_out(self, *, multiple_of: int = 1) -> tuple[Slots, Tensor]:
         """The slots of the queries, and the scaled queries in them, (slots, rows, D)."""
         call = self.head.call
         assignment = call.clusters.query_assignment[self.at].long()
-        slots = Slots.of(assignment, self.config, at_once=self.slots_at_once)
+        slots = Slots.of(assignment, self.config, multiple_of=multiple_of)
         return slots, gather(call.query[self.at].to(self.head.dtype) * call.scale, slots.rows)
 
-    def score(self, slots: Slots, queries: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def score(self, slots: Slots, queries: Tensor, *, together: bool = False) -> tuple[Tensor, Tensor, Tensor]:
         """Logits of all columns, (slots, rows, S); the residuals of the queries; and how far these reach."""
         call = self.head.call
         residuals = queries - self.head.centroids[self.place, self.generation][slots.cluster, None]
         assert call.clusters.key_spread is not None
         metric = call.clusters.key_spread[self.head.at][self.generation].to(residuals.dtype)
         reach = (residuals.square() * metric).sum(-1).sqrt_()
-        logits = self.columns.logits(slots, residuals, reach, second_order=self.config.uses_second_order)
+        second_order = self.config.uses_second_order
+        logits = self.columns.logits(slots, residuals, reach, second_order=second_order, together=together)
         return logits, residuals, reach
 
     def slope(self, residuals: Tensor, reach: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
@@ -229,7 +232,7 @@ def _heads(call: Call) -> Iterator[_Head]:
 def _attend_block(block: _Block, own: Partial, selected: Tensor, *, decide: bool) -> Partial:
     """The softmax of all terms of a block. If `decide`, the (tiles, buckets) `selected` are filled in first."""
     config, columns = block.config, block.columns
-    slots, queries = block.lay_out()
+    slots, queries = block.lay_out(multiple_of=block.slots_at_once)
     value_dim, seen = columns.values.shape[-1], columns.log_mass.shape[1]
     own_lse = gather(own.lse, slots.rows)
     first = queries.new_empty(*slots.tiles.shape, seen, dtype=torch.uint8)
@@ -247,7 +250,7 @@ def _attend_block(block: _Block, own: Partial, selected: Tensor, *, decide: bool
         is_faint = (total < FAINTEST) & _has_rest(batch_slots, first[batch])
         if is_faint.any():  # (The other rows must not change by a bit.)
             logits, _, _ = block.score(batch_slots, queries[batch])
-            leave_out_retrieved(logits, batch_slots, first[batch], -torch.inf)
+            logits.masked_fill_(kept(batch_slots, first[batch], logits) == 0, -torch.inf)
             of_rest, shift_of_rest = weigh(logits)
             weights = torch.where(is_faint[..., None], of_rest, weights)
             shift, total = torch.where(is_faint, shift_of_rest, shift), weights.sum(-1)
@@ -294,22 +297,25 @@ def _attend_block_backward(
     first = _read_selection(slots, selected, columns)
     to_queries = torch.empty_like(queries)
     for batch, batch_slots in slots.split(block.slots_at_once):
-        logits, residuals, reach = block.score(batch_slots, queries[batch])
+        logits, residuals, reach = block.score(batch_slots, queries[batch], together=True)
         slope = block.slope(residuals, reach)
         batch_delta = row_delta[batch] if slope is None else row_delta[batch] - (row_grad[batch] * slope[0]).sum(-1)
         weights = exp_(logits.sub_(row_lse[batch][..., None]).clamp_(max=0))
         leave_out_retrieved(weights, batch_slots, first[batch])
         d_logits = (
-            products(row_grad[batch], of_values[..., :seen], batch_slots).sub_(batch_delta[..., None]).mul_(weights)
+            products(row_grad[batch], of_values[..., :seen], batch_slots, together=True)
+            .sub_(batch_delta[..., None])
+            .mul_(weights)
         )
-        to_queries[batch] = products(d_logits, of_keys, batch_slots)
+        to_queries[batch] = products(d_logits, of_keys, batch_slots, together=True)
         if slope is not None:
             _, matrix, factor = slope
             to_queries[batch] += (row_grad[batch] @ matrix.mT) * (factor * weights.sum(-1))[..., None]
-        for place, cluster in enumerate(batch_slots.cluster.tolist()):
-            d_mass[cluster] += d_logits[place].sum(0)
-            d_keys[cluster].addmm_(d_logits[place].mT, residuals[place])
-            d_values[cluster].addmm_(weights[place].mT, row_grad[batch][place])
+        for cluster, run in batch_slots.runs():
+            to_logits = d_logits[run].flatten(0, 1)
+            d_mass[cluster] += to_logits.sum(0)
+            d_keys[cluster].addmm_(to_logits.mT, residuals[run].flatten(0, 1))
+            d_values[cluster].addmm_(weights[run].flatten(0, 1).mT, row_grad[batch][run].flatten(0, 1))
     tiles = (-1, config.tile)
     by_tile = with_padding(to_queries.view(*tiles, queries.shape[-1]))
     retrieval.attend_backward(

@@ -15,7 +15,7 @@ from torch import Tensor
 from muse_attention.config import MuSeConfig
 from muse_attention.core.query_tiles import NO_ROW
 
-LEAST_ROWS, MOST_ROWS = 16, 128
+LEAST_ROWS, MOST_ROWS = 16, 64
 """Rows of a slot, unless a tile has more."""
 
 
@@ -33,8 +33,8 @@ class Slots:
     """(slots, tiles of a slot) int64: the number of each tile in the block; -1 for none"""
 
     @classmethod
-    def of(cls, assignment: Tensor, config: MuSeConfig, *, at_once: int) -> Slots:
-        """Slots by the (n,) clusters of a block's queries; empty slots make their number a multiple of `at_once`."""
+    def of(cls, assignment: Tensor, config: MuSeConfig, *, multiple_of: int) -> Slots:
+        """Slots by the (n,) clusters of a block's queries; empty slots make their number a multiple of that."""
         size, tile, queries = slot_rows(config), config.tile, assignment.shape[0]
         device = assignment.device
         order = assignment.sort(stable=True).indices
@@ -48,7 +48,7 @@ class Slots:
         number = ((tiles.cumsum(0) - tiles)[cluster] + rank // tile)[:, None]
         number = number + torch.arange(size // tile, device=device)
         row_in_tile = torch.arange(size, device=device) % tile
-        empty = -cluster.shape[0] % at_once
+        empty = -cluster.shape[0] % multiple_of
 
         def fill_up(table: Tensor, filling: int) -> Tensor:
             return torch.cat([table, table.new_full((empty, *table.shape[1:]), filling)])
@@ -64,6 +64,14 @@ class Slots:
         for begin in range(0, self.cluster.shape[0], at_once):
             batch = slice(begin, begin + at_once)
             yield batch, Slots(self.cluster[batch], self.rows[batch], self.row_in_tile[batch], self.tiles[batch])
+
+    def runs(self) -> Iterator[tuple[int, slice]]:
+        """Each query cluster that has slots, and those, which are neighbours."""
+        clusters, counts = torch.unique_consecutive(self.cluster, return_counts=True)
+        begin = 0
+        for cluster, count in zip(clusters.tolist(), counts.tolist(), strict=True):
+            yield cluster, slice(begin, begin + count)
+            begin += count
 
 
 def slot_rows(config: MuSeConfig) -> int:

@@ -24,6 +24,8 @@ CHUNKS_AT_ONCE = 16
 """Chunks in one batch of matrix products."""
 CHUNKS_IN_MEMORY = 512
 """About as many chunks keep their results until those of a tile are merged."""
+MASKED = -1e30
+"""Added to the logits of keys that a row does not attend to: finite, so that 0 times it is 0."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,8 @@ def attend(queries: Tensor, row_in_tile: Tensor, first: Tensor, buckets: Buckets
         sums, totals, shifts = queries.new_empty(number, rows, value_dim), *queries.new_empty(2, number, rows)
         for batch, chunks in group.split():
             logits = _logits(queries, row_in_tile, chunks, take_rows(buckets.keys, chunks.rows))
-            shifts[batch] = logits.amax(-1)
+            largest_logit = logits.amax(-1)
+            shifts[batch] = torch.where(largest_logit < MASKED / 2, -torch.inf, largest_logit)
             weights = exp_(logits.sub_(_finite(shifts[batch])[..., None]))
             totals[batch] = weights.sum(-1)
             sums[batch] = torch.bmm(weights, take_rows(buckets.values, chunks.rows))
@@ -138,9 +141,11 @@ def attend_backward(
 
 
 def _logits(queries: Tensor, row_in_tile: Tensor, chunks: Chunks, keys: Tensor) -> Tensor:
-    """(chunks, rows, CHUNK): -inf where a row does not attend to a key."""
+    """(chunks, rows, CHUNK): `MASKED` or less where a row does not attend to a key."""
     logits = torch.bmm(queries[chunks.tile], transposed(keys))
-    return logits.masked_fill_(row_in_tile[chunks.tile][..., None] < chunks.first[:, None], -torch.inf)
+    row, first = row_in_tile[chunks.tile][..., None].to(logits.dtype), chunks.first[:, None].to(logits.dtype)
+    # In floats this takes a tenth of the time of a boolean mask.
+    return logits.add_(torch.lt(row, first, out=torch.empty_like(logits)).mul_(MASKED))
 
 
 def _finite(largest: Tensor) -> Tensor:

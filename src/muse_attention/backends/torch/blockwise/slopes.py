@@ -13,6 +13,7 @@ from torch import Tensor
 
 from muse_attention.backends.torch.blockwise.buckets import Buckets
 from muse_attention.backends.torch.clustering import finite
+from muse_attention.backends.torch.grouping import take_rows
 from muse_attention.core.generations import Generations
 from muse_attention.core.slopes import LARGEST_REACH, TILT_OF_SLOPE
 
@@ -39,11 +40,10 @@ def find_slopes(buckets: Buckets, centroids: Tensor, generations: Generations) -
         centroids.new_zeros(heads, generations.blocks, head_dim, value_dim),
         centroids.new_zeros(heads, generations.blocks),
     )
-    bucket = torch.repeat_interleave(torch.arange(buckets.sizes.shape[0], device=centroids.device), buckets.sizes)
     for head in range(heads):
         for generation in range(generations.number):
             centre = TILT_OF_SLOPE * centroids[head, generation].mean(0)
-            of_blocks = [_of_block(buckets, bucket, block, centre) for block in range(generations.sees(generation))]
+            of_blocks = [_of_block(buckets, block, centre) for block in range(generations.sees(generation))]
             mass, matrix, spread = (torch.stack(parts) for parts in zip(*of_blocks, strict=True))
             for block in range(1 if generations.is_causal else 0, generations.blocks):
                 if generations.of_block(block) != generation:
@@ -57,17 +57,15 @@ def find_slopes(buckets: Buckets, centroids: Tensor, generations: Generations) -
     return slopes
 
 
-def _of_block(buckets: Buckets, bucket: Tensor, block: int, centre: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _of_block(buckets: Buckets, block: int, centre: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Log-mass of the keys of a block, covariance of keys and values in its buckets, and variance of keys."""
-    of_block = buckets.of_block(block)
-    rows = slice(int(buckets.starts[of_block][0]), int(buckets.starts[of_block][-1] + buckets.sizes[of_block][-1]))
+    rows, within = buckets.rows_of_block(block), buckets.bucket_of_rows(block)
     keys, values = buckets.keys[rows], buckets.values[rows]
     logits = keys @ centre
     mass = logits.logsumexp(0)
     weights = (logits - torch.where(mass == -torch.inf, 0, mass)).exp_()
-    within = bucket[rows] - of_block.start
     total = weights.new_zeros(buckets.key_clusters).index_add_(0, within, weights)
     mean = keys.new_zeros(buckets.key_clusters, keys.shape[1]).index_add_(0, within, keys * weights[:, None])
-    off = keys - (mean / torch.where(total > 0, total, 1)[:, None])[within]
+    off = keys - take_rows(mean / torch.where(total > 0, total, 1)[:, None], within)
     weighted = off * weights[:, None]
     return mass, weighted.mT @ values, (weighted * off).sum() / keys.shape[1]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from muse_attention.backends.torch.blockwise.buckets import Buckets
 from muse_attention.backends.torch.clustering import finite
-from muse_attention.backends.torch.grouping import Groups, Tiles, tiles, transposed
+from muse_attention.backends.torch.grouping import take_rows, transposed
 from muse_attention.core.exponential import exp_
 from muse_attention.core.generations import Generations
 from muse_attention.core.structures import Summaries
@@ -33,35 +32,42 @@ def summarise(buckets: Buckets, centroids: Tensor, generations: Generations) -> 
     """The table of each generation, of (R, S, Q, D) centroids."""
     head_dim, value_dim = buckets.keys.shape[1], buckets.values.shape[1]
     heads, _, query_clusters, _ = centroids.shape
-    sizes = [generations.sees(number) * buckets.key_clusters for number in range(generations.number)]
+    widths = [generations.sees(number) * buckets.key_clusters for number in range(generations.number)]
     parts = ((), (head_dim,), (value_dim,))
-    tables = [Table(*(centroids.new_zeros(heads, query_clusters, size, *part) for part in parts)) for size in sizes]
+    tables = [Table(*(centroids.new_zeros(heads, query_clusters, width, *part) for part in parts)) for width in widths]
     tilted = [torch.zeros_like(table.log_mass) for table in tables]
-    squared, mean, plain = _plain_spread(buckets)
-    wide = torch.cat([buckets.keys, buckets.values, squared[:, None]], dim=1)
+    plain = []
     for block in range(buckets.blocks):
         points = _points(centroids, block, generations)  # (C, D)
-        of_points = transposed(points)
-        log_mass = points.new_full((buckets.key_clusters, points.shape[0]), -torch.inf)
-        sums = points.new_zeros(buckets.key_clusters, points.shape[0], wide.shape[1])
-        for tile in _tiles_of_block(buckets, block, points.shape[0]):
-            rows = tile.gather(wide)  # (T, m, D + Dv + 1)
-            logits = (rows[..., :head_dim].flatten(0, 1) @ of_points).view(*rows.shape[:2], -1)  # (T, m, C)
-            # Padding repeats a key of the bucket, so the maximum is right without a mask.
-            shift = logits.amax(1, keepdim=True)
-            weights = exp_(logits.sub_(shift)).mul_(tile.valid[..., None])
-            mass = weights.sum(1, keepdim=True)
-            log_mass[tile.group] = (mass.log() + shift)[:, 0]
-            sums[tile.group] = torch.bmm(weights.div_(mass).mT, rows)
+        rows, bucket = buckets.rows_of_block(block), buckets.bucket_of_rows(block)  # n rows
         of_block = buckets.of_block(block)
+        keys, sizes = buckets.keys[rows], buckets.sizes[of_block]
+        squared, mean, plain_of_block = _plain_spread(keys, bucket, sizes)
+        plain.append(plain_of_block)
+        wide = torch.cat([keys, buckets.values[rows], squared[:, None]], dim=1)
+        logits = keys @ transposed(points)  # (n, C)
+        shape = (buckets.key_clusters, points.shape[0])
+        shift = logits.new_zeros(shape).scatter_reduce_(
+            0, bucket[:, None].expand_as(logits), logits, "amax", include_self=False
+        )
+        weights = exp_(logits.sub_(take_rows(shift, bucket)))
+        mass = logits.new_zeros(shape).index_add_(0, bucket, weights)
+        log_mass = mass.log() + shift
+        # One product for each bucket: no other bucket, of a later block least of all, may change how a sum is rounded.
+        weights.div_(take_rows(mass, bucket))
+        sums = points.new_zeros(*shape, wide.shape[1])
+        for of_bucket, own_weights, own_rows in zip(
+            sums, buckets.split(block, weights), buckets.split(block, wide), strict=True
+        ):
+            torch.mm(own_weights.mT, own_rows, out=of_bucket)
         key_mean, value_mean, moment = sums.split([head_dim, value_dim, 1], dim=-1)
-        offset = (key_mean - mean[of_block, None]).square().sum(-1)
-        variance = torch.where(buckets.sizes[of_block, None] > 1, (moment[..., 0] - offset).clamp_(min=0) / head_dim, 0)
+        offset = (key_mean - mean[:, None]).square().sum(-1)
+        variance = torch.where(sizes[:, None] > 1, (moment[..., 0] - offset).clamp_(min=0) / head_dim, 0)
         _write([table.log_mass for table in tables], log_mass, of_block)
         _write([table.key_mean for table in tables], key_mean, of_block)
         _write([table.value_mean for table in tables], value_mean, of_block)
         _write(tilted, variance, of_block)
-    return tables, Spread(tilted, plain)
+    return tables, Spread(tilted, torch.cat(plain) if plain else centroids.new_zeros(0))
 
 
 def summarise_backward(
@@ -76,57 +82,49 @@ def summarise_backward(
 ) -> None:
     """Add the gradients of keys and values to tables of the shapes of those in `buckets`."""
     head_dim = buckets.keys.shape[1]
-    wide = torch.cat([buckets.keys, buckets.values], dim=1)
     for block in range(buckets.blocks):
         of_block = buckets.of_block(block)
         points = _points(centroids, block, generations)  # (C, D)
-        of_points = transposed(points)
         log_mass, *means = _read(tables, of_block)  # (K, C, ...)
         d_mass, *d_means = _read(gradients, of_block)
         d_wide = torch.cat(d_means, dim=-1)
         if differentiable_aggregation:
             # What is left of the response of a mean to its weights, once their sum is kept at 1.
             d_mass = d_mass - (d_wide * torch.cat(means, dim=-1)).sum(-1)
-        for tile in _tiles_of_block(buckets, block, points.shape[0]):
-            rows, d_rows = tile.gather(wide), d_wide[tile.group]  # (T, m, D + Dv), (T, C, D + Dv)
-            # Padding gets weights as well, but `add` drops what they give.
-            logits = (rows[..., :head_dim].flatten(0, 1) @ of_points).view(*rows.shape[:2], -1)  # (T, m, C)
-            weights = exp_(logits.sub_(log_mass[tile.group, None]).clamp_(max=0))
-            to_rows = torch.bmm(weights, d_rows)
-            d_logits = d_mass[tile.group, None]
+        rows, bucket = buckets.rows_of_block(block), buckets.bucket_of_rows(block)  # n rows
+        logits = buckets.keys[rows] @ transposed(points)  # (n, C)
+        weights = exp_(logits.sub_(take_rows(log_mass, bucket)).clamp_(max=0))
+        own_rows = torch.cat([buckets.keys[rows], buckets.values[rows]], dim=1)
+        to_rows = torch.empty_like(own_rows)
+        to_logits = take_rows(d_mass, bucket)
+        for own_d_wide, *parts in zip(
+            d_wide, *(buckets.split(block, table) for table in (own_rows, weights, to_rows, to_logits)), strict=True
+        ):
+            of_bucket, own_weights, to_bucket, d_logits = parts
+            torch.mm(own_weights, own_d_wide, out=to_bucket)
             if differentiable_aggregation:
-                d_logits = torch.baddbmm(d_logits, rows, transposed(d_rows))
-            to_rows[..., :head_dim] += ((weights * d_logits).flatten(0, 1) @ points).view(*rows.shape[:2], -1)
-            tile.add(add_to[0], to_rows[..., :head_dim])
-            tile.add(add_to[1], to_rows[..., head_dim:])
+                d_logits.addmm_(of_bucket, own_d_wide.mT)
+        to_keys, to_values = to_rows.split([head_dim, d_wide.shape[2] - head_dim], dim=1)
+        add_to[0][rows] += torch.addmm(to_keys, to_logits.mul_(weights), points)
+        add_to[1][rows] += to_values
 
 
-def _plain_spread(buckets: Buckets) -> tuple[Tensor, Tensor, Tensor]:
-    """Squared distances of keys from the mean of their bucket, that mean, and the variance.
+def _plain_spread(keys: Tensor, bucket: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Squared distances of (n, D) keys from the mean of their bucket, that mean, and the variance.
 
     Tilted variances are computed from distances to a nearby point, so that little cancels.
     """
-    keys, sizes = buckets.keys[:-1], buckets.sizes
-    bucket = torch.repeat_interleave(torch.arange(sizes.shape[0], device=sizes.device), sizes)
     count = sizes.clamp(min=1).to(keys.dtype)
     mean = keys.new_zeros(sizes.shape[0], keys.shape[1]).index_add_(0, bucket, finite(keys)) / count[:, None]
-    squared = (keys - mean[bucket]).square().sum(-1)
+    squared = (keys - take_rows(mean, bucket)).square().sum(-1)
     plain = torch.zeros_like(count).index_add_(0, bucket, squared) / (count * keys.shape[1])
-    return torch.nn.functional.pad(squared, (0, 1)), mean, torch.where(sizes > 1, plain, 0)
+    return squared, mean, torch.where(sizes > 1, plain, 0)
 
 
 def _points(centroids: Tensor, block: int, generations: Generations) -> Tensor:
     """(C, D): the centroids that see a block, those of the last generations."""
     first = next(number for number in range(generations.number) if generations.sees(number) > block)
     return centroids[:, first:].transpose(0, 1).flatten(0, 2)
-
-
-def _tiles_of_block(buckets: Buckets, block: int, points: int) -> Iterator[Tiles]:
-    """Tiles of the rows of `buckets`; their groups count from 0 in the block."""
-    of_block = buckets.of_block(block)
-    rows = torch.arange(buckets.order.shape[0], device=buckets.order.device)
-    groups = Groups(rows, buckets.starts[of_block], buckets.sizes[of_block])
-    return tiles(groups, points + buckets.keys.shape[1] + buckets.values.shape[1])
 
 
 def _read(tables: list[Table], of_block: slice) -> list[Tensor]:
