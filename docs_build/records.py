@@ -93,8 +93,11 @@ def read_comparison(record: str) -> tuple[ComparisonResults, Path]:
 def read_speeds(record: str) -> dict[str, float]:
     """Tokens per second of two training runs that had a GPU to themselves, by their attention, exact and DEFAULT."""
     path = RECORDS / "pretraining" / record / "compare.json"
+    results = ComparisonResults.read(path)
+    if results.settings.shared_gpu or {run.device for run in results.runs.values()} != {"cuda"}:
+        raise ValueError(f"{path}: not of runs that had a GPU to themselves")
     speeds = {}
-    for run in ComparisonResults.read(path).runs.values():
+    for run in results.runs.values():
         is_default = classify(run.attention, run.recipe.length) == DEFAULT
         speeds[DEFAULT if is_default else run.attention] = run.curves.speeds[run.attention].tokens_per_second
     if speeds.keys() != {EXACT, DEFAULT}:

@@ -31,7 +31,7 @@ from muse_lab.pretraining.monitoring.error_limit import ErrorLimit, Probed
 from muse_lab.pretraining.monitoring.metrics import Metrics, Step, read_metrics
 from muse_lab.pretraining.parallel import World
 from muse_lab.pretraining.recipes import override, tiny
-from muse_lab.pretraining.run.folder import run_recipe
+from muse_lab.pretraining.run.folder import run_hardware, run_recipe
 from muse_lab.pretraining.training import make_ready, train
 from muse_lab.records.files import alone_in
 from tests.lab.test_prepare import SMALL as PREPARED
@@ -222,6 +222,21 @@ def test_another_number_of_threads_is_noted(corpus: Corpus, tmp_path: Path, monk
     checkpoint = tmp_path / "checkpoints" / "step-00000001"
     assert f"checkpoint {checkpoint} was written with threads 1, now 3: the last bits of the run may differ" in notes
     assert json.loads((tmp_path / "run.json").read_text())["threads"] == 3
+
+
+def test_all_machines_that_trained_a_run_are_recorded(
+    corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = override(SMALL, ["steps=3", "checkpoint_every=1", "probe_every=0"])
+    names = iter(["a slide rule", "an abacus", "an abacus", "a loom"])
+    monkeypatch.setattr("muse_lab.pretraining.run.folder.device_name", lambda device: next(names))
+    train_until(2, corpus, recipe, tmp_path)
+    assert run_hardware(tmp_path) == "a slide rule"
+    train_until(3, corpus, recipe, tmp_path)
+    assert run_hardware(tmp_path) == "a slide rule, then an abacus"
+    for _ in ("the last update", "nothing is left to train"):
+        train(corpus, recipe, tmp_path)
+        assert run_hardware(tmp_path) == "a slide rule, then an abacus"
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

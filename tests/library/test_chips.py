@@ -66,6 +66,6 @@ def test_limits_on_registers_stay_where_they_were_measured(name: str, monkeypatc
     _be(chip_of(CHIPS[name]), monkeypatch)
     tensor = torch.empty(8, device="meta")
     with launching.noted() as launches:
-        filling._copy[(2,)](WIDTH=4, num_warps=2, maxnreg=96, number=8, target_ptr=tensor, source_ptr=tensor)
+        filling._fill[(2,)](WIDTH=4, num_warps=2, maxnreg=96, number=8, VALUE=0.0, tensor_ptr=tensor)
     limit = {"maxnreg": 96} if name in ("sm_90", "sm_100") else {}
     assert launches[0].options == {"num_warps": 2, **limit}

@@ -68,9 +68,9 @@ class _Run:
         for request, own_times in zip(requests, times, strict=True):
             name = request.full_name
             self._begin(request, "fidelity")
-            measured = get_attention(name), *workload.tensors
-            fidelity = measure(*measured, exact=exact, **workload.arguments).pooled()
-            fidelity |= measure_gradients(*measured, exact=exact_gradients, **workload.arguments).pooled()
+            call = get_attention(name), *workload.tensors
+            fidelity = measure(*call, exact=exact, **workload.arguments).pooled()
+            fidelity |= measure_gradients(*call, exact=exact_gradients, **workload.arguments).pooled()
             memory, sdpa_memory = self._measure_memory(request, workload) if self._settings.memory else (None, None)
             case = Case(*(request, name, own_times, sdpa_times, fidelity, memory, sdpa_memory, workload.sdpa_backend))
             self._results.cases.append(case)

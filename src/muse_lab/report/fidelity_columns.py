@@ -12,7 +12,7 @@ Item = TypeVar("Item")
 
 class Column(NamedTuple):
     measure: str
-    """its name in `Fidelity.pooled`"""
+    """its name in `Fidelity.pooled` or `GradientErrors.pooled`"""
     title: str
     format: Callable[[float], str]
     definition: str

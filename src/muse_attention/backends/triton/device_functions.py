@@ -93,8 +93,8 @@ def exp_of_less(logits, shift, SCALE: tl.constexpr = 1.0):
 
 @triton.jit
 def weigh(logits, largest, SCALE: tl.constexpr = 1.0, MAY_BE_EMPTY: tl.constexpr = True):
-    """A step of a running softmax over logits, [ROWS, COLUMNS], still to be scaled: the largest so far, [ROWS], weights
-    relative to it, [ROWS, COLUMNS], and the factor for all sums before, [ROWS].
+    """A step of a running softmax over logits, [ROWS, COLUMNS], still to be scaled by `SCALE`, above 0: the largest so
+    far, [ROWS], which is scaled, weights relative to it, [ROWS, COLUMNS], and the factor for all sums before, [ROWS].
 
     The factor is exactly 1 if the largest stays, so that terms without weight change nothing. `MAY_BE_EMPTY`: all
     logits so far may be -inf.

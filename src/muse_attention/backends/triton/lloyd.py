@@ -62,7 +62,8 @@ def lloyd_iteration(
     if sequences.is_cut:  # (Only whole sequences have so many centroids.)
         assign_to_nearest(sequences, stride=config.lloyd_stride(sequences.length, clusters))
     _sum_members[(parts * cdiv(clusters, sequences.at_once), *_grid(sequences))](
-        **sequences.arguments, **sequences.assignments, **in_parts, sample=config.lloyd_sample, **sequences.chunks,
+        **sequences.arguments, **sequences.assignments, **in_parts, sample=min(config.lloyd_sample, sequences.length),
+        **sequences.chunks,
         **launch,
     )  # fmt: skip
     _move_to_means[(cdiv(clusters, 16), *_grid(sequences))](

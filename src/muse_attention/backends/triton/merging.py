@@ -121,6 +121,7 @@ def _merge(
         total += share
         mask_pair = mask_row & (log != float("-inf"))  # [TILE]
         weighted += load_rows(pair_out_ptr, first * picks, offs_pair, mask_pair, DV).to(ACC) * share[:, None]
+    tl.debug_barrier()  # (Of a row that is spread over warps, every warp has loaded the lse before one writes it.)
     store_rows(out_ptr, first, offs_row, mask_row, weighted / total[:, None], DV)
     tl.store(lse_ptr + first + offs_row, largest + tl.log(total), mask=mask_row)
 
@@ -131,7 +132,7 @@ def _find_delta(
     sorted_delta_ptr, length, HAS_GRAD_LSE: tl.constexpr, HAS_ORDER: tl.constexpr, DV: tl.constexpr, TILE: tl.constexpr,
     ACC: tl.constexpr,
 ):  # fmt: skip
-    """`delta = sum(dO * O) - dL`, and what backward passes need of the softmax, in the order of the segments.
+    """`delta = sum(dO * O) - dL`; if `HAS_ORDER`, also what backward passes need of the softmax, in that order.
 
     Grid: (N / TILE, H). `out_ptr`, `grad_out_ptr`, `sorted_grad_ptr`: (H, N, DV); `order_ptr`: (H, N) int32;
     `shift_ptr`: (H, N), in the order of the segments; all others: (H, N).

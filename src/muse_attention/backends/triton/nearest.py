@@ -1,4 +1,4 @@
-"""The nearest centroid of each vector: how clustering kernels load vectors and compare them with centroids.
+"""The sequences of vectors that are clustered together, and how clustering kernels find each vector's nearest centroid.
 
 A kernel holds all centroids of a head on chip if they fit, and otherwise goes over them in chunks.
 """
@@ -82,7 +82,7 @@ class Sequences:
 
     @property
     def vectors(self) -> dict[str, Any]:
-        """Arguments of kernels, like the next three: vectors and their centroids."""
+        """Arguments of kernels: vectors and their centroids."""
         return {
             "queries_ptr": self.queries,
             "keys_ptr": self.keys,

@@ -76,7 +76,7 @@ def measure(
             fingerprint = take_fingerprint(model, samples)
             _check_same_weights(results, run.name, step, fingerprint, path)
             if step == run.newest:
-                results.runs[run.name] = _of_results(run, model.num_parameters(), step)
+                results.runs[run.name] = _as_run(run, model.num_parameters(), step)
                 results.write(path)
             for sample, attention in results.missing(run.name, step, attentions_of(run, step, attentions)):
                 on_step(f"{run.name}, step {step}: {attention}, sample {sample + 1} of {len(samples)}", finished)
@@ -98,11 +98,11 @@ def take_records(runs: Sequence[StoredRun], corpus: Corpus, results: ComparisonR
         if earlier is not None and differences(earlier.recipe, run.recipe):
             raise ValueError(f"{path} has another run called {run.name}; {results.remedy}")
         parameters = make_empty_model(corpus, run.recipe).num_parameters()
-        results.runs[run.name] = _of_results(run, parameters, run.newest)
+        results.runs[run.name] = _as_run(run, parameters, run.newest)
     results.write(path)
 
 
-def _of_results(run: StoredRun, parameters: int, step: int) -> Run:
+def _as_run(run: StoredRun, parameters: int, step: int) -> Run:
     return Run(run.name, run.recipe, parameters, step, run.curves, run.device, run.hardware)
 
 

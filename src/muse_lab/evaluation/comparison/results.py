@@ -50,7 +50,7 @@ class Run:
     device: str
     """cpu or cuda, where it was trained"""
     hardware: str | None = None
-    """the name of that GPU or CPU, if it was recorded"""
+    """the name of that GPU or CPU, or several one after another, if they were recorded"""
 
     @property
     def attention(self) -> str:

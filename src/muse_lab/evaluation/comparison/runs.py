@@ -52,7 +52,7 @@ class StoredRun:
     device: str
     """that it was trained on"""
     hardware: str | None
-    """the name of that GPU or CPU, if it was recorded"""
+    """the name of that GPU or CPU, or several one after another, if they were recorded"""
 
 
 def open_runs(
@@ -110,7 +110,7 @@ def _open_run(
                 f"{folder / FILE} has no update; leave the run out, or give --samples to compare its weights"
             )
         newest = steps[-1]["step"]
-        return StoredRun(folder, name, recipe, curves, newest, False, (), run_device(folder), run_hardware(folder))
+        return StoredRun(folder, name, recipe, curves, newest, is_finished=False, earlier=(), **_place_of(folder))
     newest, is_finished = recipe.updates, (folder / MODEL).is_dir()
     if not is_finished:
         checkpoint = latest_checkpoint(folder, recipe, corpus, on_refused)
@@ -118,8 +118,11 @@ def _open_run(
             raise ValueError(f"the run in {folder} has neither a model nor a checkpoint yet; train it on with --resume")
         newest = checkpoint.step
     earlier = tuple(step for step in checkpoints.steps_in(folder / CHECKPOINTS) if step < newest)
-    place = run_device(folder), run_hardware(folder)
-    return StoredRun(folder, name, recipe, curves, newest, is_finished, earlier, *place)
+    return StoredRun(folder, name, recipe, curves, newest, is_finished, earlier, **_place_of(folder))
+
+
+def _place_of(folder: Path) -> dict[str, Any]:
+    return {"device": run_device(folder), "hardware": run_hardware(folder)}
 
 
 def _curves_of(steps: Sequence[Mapping[str, Any]], folder: Path) -> TrainingCurves:

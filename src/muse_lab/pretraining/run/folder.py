@@ -114,7 +114,7 @@ def run_device(output: Path) -> str:
 
 
 def run_hardware(output: Path) -> str | None:
-    """The name of that GPU or CPU; None if the run was recorded without."""
+    """The names of the GPUs or CPUs that it was trained on, one after another; None if one was not recorded."""
     return _read_run(output).get("hardware")
 
 
@@ -205,8 +205,20 @@ def describe_run(
         "torch": str(torch.__version__),
         "threads": torch.get_num_threads(),
         "device": device.type,
-        "hardware": device_name(device),
+        "hardware": _trained_on(recipe, checkpoint, device),
     }
+
+
+def _trained_on(recipe: Recipe, checkpoint: checkpoints.Checkpoint | None, device: torch.device) -> str | None:
+    """The hardware of all updates, as `A, then B` if it changed; None if that of a part was not recorded."""
+    now = device_name(device)
+    if checkpoint is None:
+        return now
+    before: str | None = checkpoint.about.get("hardware")
+    if before is None or now is None:
+        return None
+    is_same = checkpoint.step == recipe.updates or before.split(", then ")[-1] == now
+    return before if is_same else f"{before}, then {now}"
 
 
 def describe_changes(checkpoint: checkpoints.Checkpoint, about: dict[str, Any], device: torch.device) -> str | None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from muse_attention.backends.torch.blockwise.query_slots import Slots
+from muse_attention.backends.torch.grouping import take_rows
 from muse_attention.config import MuSeConfig
 from muse_attention.core.expected_error import LARGEST_GROWTH
 from muse_attention.core.exponential import exp_
@@ -106,7 +107,7 @@ def products(rows: Tensor, tables: Tensor, slots: Slots, *, together: bool = Fal
     depends on how many there are, which it must not in the forward pass.
     """
     if not together:
-        return torch.bmm(rows, tables[slots.cluster])
+        return torch.bmm(rows, take_rows(tables, slots.cluster))
     result = rows.new_empty(*rows.shape[:2], tables.shape[-1])
     for cluster, run in slots.runs():
         torch.mm(rows[run].flatten(0, 1), tables[cluster], out=result[run].flatten(0, 1))

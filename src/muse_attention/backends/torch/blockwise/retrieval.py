@@ -132,7 +132,7 @@ def attend_backward(
             keys, values = take_rows(buckets.keys, chunks.rows), take_rows(buckets.values, chunks.rows)
             logits = _logits(queries, row_in_tile, chunks, keys)
             weights = exp_(logits.sub_(lse[chunks.tile][..., None]).clamp_(max=0))
-            of_tile, to_out = queries[chunks.tile], grad_out[chunks.tile]
+            of_tile, to_out = take_rows(queries, chunks.tile), take_rows(grad_out, chunks.tile)
             d_logits = torch.bmm(to_out, transposed(values)).sub_(delta[chunks.tile][..., None]).mul_(weights)
             grad_queries.index_add_(0, chunks.tile, d_logits @ keys)
             rows = chunks.rows.flatten()
@@ -142,7 +142,7 @@ def attend_backward(
 
 def _logits(queries: Tensor, row_in_tile: Tensor, chunks: Chunks, keys: Tensor) -> Tensor:
     """(chunks, rows, CHUNK): `MASKED` or less where a row does not attend to a key."""
-    logits = torch.bmm(queries[chunks.tile], transposed(keys))
+    logits = torch.bmm(take_rows(queries, chunks.tile), transposed(keys))
     row, first = row_in_tile[chunks.tile][..., None].to(logits.dtype), chunks.first[:, None].to(logits.dtype)
     # In floats this takes a tenth of the time of a boolean mask.
     return logits.add_(torch.lt(row, first, out=torch.empty_like(logits)).mul_(MASKED))
