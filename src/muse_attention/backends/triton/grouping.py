@@ -134,8 +134,8 @@ def _place_by_cluster(
 def _sum_before_each(counts: Tensor, sums: Tensor, totals: Tensor) -> None:
     """Write to `sums` the sum of the int32 counts that come before each in its row, and to `totals` those of the rows.
 
-    Rows are the last axis. `counts` are contiguous; `sums`, which may be the counts, and `totals` may be parts of tables,
-    contiguous but for the distance of their rows."""
+    Rows are the last axis. `counts` are contiguous. `sums`, which may be the counts, and `totals` may be parts of
+    tables, contiguous but for the distance of their rows."""
     number = counts.shape[-1]
     _sum_before[(counts.numel() // number,)](
         counts_ptr=counts, sums_ptr=sums, totals_ptr=totals, number=number, sums_stride=sums.stride(-2),
