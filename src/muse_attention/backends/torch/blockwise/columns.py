@@ -80,13 +80,9 @@ class Columns:
         return (NO_ROW - earliness.unflatten(1, (slots.tiles.shape[1], -1)).amax(2)).byte()
 
 
-def leave_out_retrieved(weights: Tensor, slots: Slots, first: Tensor) -> None:
-    """Set to 0, in place, the (slots, rows, S) weights of buckets whose keys are attended to."""
-    weights.mul_(kept(slots, first, weights))
-
-
 def kept(slots: Slots, first: Tensor, like: Tensor) -> Tensor:
-    """(slots, rows, S), 1 where a row attends to a bucket's summary and 0 where it attends to the keys."""
+    """(slots, rows, S), 1 where a row attends to a bucket's summary and 0 where it attends to the keys; `like` has the
+    shape and dtype of the result."""
     row = slots.row_in_tile.unflatten(1, (first.shape[1], -1))[..., None]
     result = torch.empty_like(like)
     torch.lt(row.to(like.dtype), first[:, :, None].to(like.dtype), out=result.unflatten(1, row.shape[1:3]))

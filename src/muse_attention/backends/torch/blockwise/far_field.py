@@ -13,7 +13,7 @@ from torch import Tensor
 
 from muse_attention.backends.torch.blockwise import retrieval
 from muse_attention.backends.torch.blockwise.buckets import Buckets
-from muse_attention.backends.torch.blockwise.columns import Columns, kept, leave_out_retrieved, products, weigh
+from muse_attention.backends.torch.blockwise.columns import Columns, kept, products, weigh
 from muse_attention.backends.torch.blockwise.query_slots import Slots, most_slots, slot_rows
 from muse_attention.backends.torch.blockwise.slopes import Slopes, find_slopes
 from muse_attention.backends.torch.blockwise.summaries import Spread, Table, summarise, summarise_backward
@@ -30,7 +30,7 @@ from muse_attention.core.selection_shapes import SelectionShapes
 from muse_attention.core.structures import Partial, Selection
 
 SCORED_AT_ONCE = 1 << 20
-"""Logits of summaries in one batch of slots, about: few enough to stay in a cache, and not many more calls."""
+"""About as many logits of summaries in one batch of slots: few enough for a cache, and enough for few calls."""
 FAINTEST = 1e-20
 """If the summaries that are not retrieved sum to less than this share of the largest one, float32 may have lost them:
 they are weighed again without it."""
@@ -167,7 +167,7 @@ class _Block:
 
     @property
     def slots_at_once(self) -> int:
-        """The slots of a batch: as many as the cache has room for, and equal parts of the most that there can be."""
+        """The slots of a batch, if the most that there can be go in equal batches of about `SCORED_AT_ONCE` logits."""
         most = most_slots(self.config)
         batches = -(-most * slot_rows(self.config) * self.columns.log_mass.shape[1] // SCORED_AT_ONCE)
         return -(-most // min(most, batches))
@@ -245,7 +245,7 @@ def _attend_block(block: _Block, own: Partial, selected: Tensor, *, decide: bool
             first[batch] = columns.decide(batch_slots, weights, reach, log_total, config)
         else:
             first[batch] = _read_selection(batch_slots, selected, columns)
-        leave_out_retrieved(weights, batch_slots, first[batch])
+        weights.mul_(kept(batch_slots, first[batch], weights))
         total = weights.sum(-1)
         is_faint = (total < FAINTEST) & _has_rest(batch_slots, first[batch])
         if is_faint.any():  # (The other rows must not change by a bit.)
@@ -301,7 +301,7 @@ def _attend_block_backward(
         slope = block.slope(residuals, reach)
         batch_delta = row_delta[batch] if slope is None else row_delta[batch] - (row_grad[batch] * slope[0]).sum(-1)
         weights = exp_(logits.sub_(row_lse[batch][..., None]).clamp_(max=0))
-        leave_out_retrieved(weights, batch_slots, first[batch])
+        weights.mul_(kept(batch_slots, first[batch], weights))
         d_logits = (
             products(row_grad[batch], of_values[..., :seen], batch_slots, together=True)
             .sub_(batch_delta[..., None])

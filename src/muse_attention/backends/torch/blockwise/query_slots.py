@@ -1,7 +1,8 @@
 """Where the queries of a block go: slots of equal size, each of one query cluster, in order of position.
 
-A slot is one or more tiles. Every matrix product works on whole slots or tiles, and on a fixed number of them, so that
-its shape, and with it the rounding of each row, is the same whatever the other queries of the block are.
+A slot is one or more tiles. In the forward pass every matrix product works on whole slots or tiles, and on a fixed
+number of them, so that its shape, and with it the rounding of each row, is the same whatever the other queries of the
+block are.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Slots:
 
     @classmethod
     def of(cls, assignment: Tensor, config: MuSeConfig, *, multiple_of: int) -> Slots:
-        """Slots by the (n,) clusters of a block's queries; empty slots make their number a multiple of that."""
+        """Slots by the (n,) clusters of a block's queries, and empty slots up to a multiple of a number."""
         size, tile, queries = slot_rows(config), config.tile, assignment.shape[0]
         device = assignment.device
         order = assignment.sort(stable=True).indices
@@ -66,7 +67,7 @@ class Slots:
             yield batch, Slots(self.cluster[batch], self.rows[batch], self.row_in_tile[batch], self.tiles[batch])
 
     def runs(self) -> Iterator[tuple[int, slice]]:
-        """Each query cluster that has slots, and those, which are neighbours."""
+        """Each query cluster that has slots, and where these are: they follow each other."""
         clusters, counts = torch.unique_consecutive(self.cluster, return_counts=True)
         begin = 0
         for cluster, count in zip(clusters.tolist(), counts.tolist(), strict=True):

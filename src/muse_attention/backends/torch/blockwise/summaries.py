@@ -67,7 +67,7 @@ def summarise(buckets: Buckets, centroids: Tensor, generations: Generations) -> 
         _write([table.key_mean for table in tables], key_mean, of_block)
         _write([table.value_mean for table in tables], value_mean, of_block)
         _write(tilted, variance, of_block)
-    return tables, Spread(tilted, torch.cat(plain) if plain else centroids.new_zeros(0))
+    return tables, Spread(tilted, torch.cat(plain))
 
 
 def summarise_backward(
