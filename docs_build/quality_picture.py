@@ -4,12 +4,12 @@ Each row is an attention that models were trained with. On the left, in the firs
 under exact attention, than after exact training from the same weights. In the second: how many fewer needles are found,
 by try, for tries begin with short models of their own, and only within one can attentions be compared. On the right:
 the time of the attention, forward and backward, as a share of exact attention's, on heads of models that were trained
-so at that length.
+so at that length. Models of the present default are drawn first, then those of 0.3.0's, with the baselines that were
+trained beside them.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -22,26 +22,26 @@ from matplotlib.ticker import FuncFormatter
 from docs_build.needle_records import read_difference, read_mean_over_trainings
 from docs_build.records import (
     BLOCK_DIAGONAL,
+    DEFAULT,
     DEFAULTS_OF_0_3,
     GPU,
     MOBA,
     RECORDS,
-    TRAINED_WITH,
+    TO_THE_LETTER,
+    classify,
     read_comparison,
 )
 from docs_build.style import BLUE, GREEN, GREY, ORANGE, RED, WIDTH, save
 from muse_attention.registry import full_name
-from muse_attention.sizes import format_size, parse_size
+from muse_attention.sizes import format_size
 from muse_lab.benchmark.results import BenchmarkResults
 from muse_lab.evaluation.comparison.seeds import seeds_of
 from muse_lab.evaluation.means import Mean
 from muse_lab.records.attention_names import EXACT
 
 LOSSES, NEEDLES = "quality.svg", "quality-needles.svg"
-DEFAULT = f"MuSe, {TRAINED_WITH}"
-PAPERS_METHOD = "MuSe, the paper's method"
-TOLERANCE = "MuSe, tolerance"
-_COLOURS = {DEFAULT: GREEN, TOLERANCE: GREEN, PAPERS_METHOD: BLUE, MOBA: ORANGE, BLOCK_DIAGONAL: RED}
+EARLIER = "MuSe, default of 0.3.0"
+_COLOURS = {DEFAULT: GREEN, EARLIER: GREY, TO_THE_LETTER: BLUE, MOBA: ORANGE, BLOCK_DIAGONAL: RED}
 _LINEAR_UP_TO = 0.5
 """Percent: a logarithm begins here, for zero has none."""
 _LINEAR_UP_TO_POINTS = 2
@@ -58,8 +58,11 @@ class Measured(NamedTuple):
 
 
 MEASURED = (
-    Measured(("cuda-far-heads", "cuda-far-heads-tolerances"), ("16k", "16k-paper", "16k-baselines", "16k-tolerances")),
-    Measured(("cuda-far-heads-32k",), ("32k", "32k-moba")),
+    Measured(("cuda-far64k-heads",), ("far-64k",)),
+    Measured(("cuda-far32k-heads",), ("far-32k",)),
+    Measured(("cuda-far32k128-heads",), ("far-32k-heads-of-128",)),
+    Measured(("cuda-far-heads",), ("16k", "16k-paper", "16k-baselines")),
+    Measured(("cuda-far-heads-32k",), ("32k-moba",)),
 )
 
 
@@ -84,7 +87,6 @@ class Try(NamedTuple):
 
 
 _SETTINGS = "caution=2.0,clustering=lloyd,cap_factor=none"
-_TOLERANCE = re.compile(r"T(\d[\d.]*)B")
 _NEEDLES_AT = 16 * 1024
 _TIMES_OF_NEEDLE_MODELS = "cuda-tiny-heads"
 TRIES = (
@@ -130,7 +132,7 @@ class Point(NamedTuple):
 def read_trained(measured: Measured) -> list[Point]:
     """By cost. A ValueError where records do not belong together, or have no time of an attention."""
     found: dict[str, dict[int, float]] = {}
-    lengths = set()
+    lengths, head_dims = set(), set()
     for record in measured.comparisons:
         results, path = read_comparison(record)
         lengths.add(results.settings.length)
@@ -143,14 +145,17 @@ def read_trained(measured: Measured) -> list[Point]:
                 if gap is None or run.recipe.seed in gaps:
                     raise ValueError(f"{path}: {run.name} is no pair with exact training, or its seed came before")
                 gaps[run.recipe.seed] = gap
-    if len(lengths) != 1:
-        raise ValueError(f"{measured.comparisons} are of several lengths")
-    length = lengths.pop()
+                head_dims.add(run.recipe.head_dim)
+    if len(lengths) != 1 or len(head_dims) != 1:
+        raise ValueError(f"{measured.comparisons} are of several lengths or head dimensions")
+    length, (head_dim,) = lengths.pop(), head_dims
+    heads = "" if head_dim == 64 else f", heads of {head_dim}"
     costs = _read_costs(measured.times, found, length)
     points = []
     for attention, by_seed in found.items():
         method = _method(attention, length)
-        name = f"{method}{_sizes(attention, method)}, {format_size(length)}"
+        sizes = f" {attention.partition(':')[2]}" if method == MOBA else ""
+        name = f"{method}{sizes}, {format_size(length)}{heads}"
         points.append(Point(name, _COLOURS[method], costs[attention], Mean.of(list(by_seed.values())), len(by_seed)))
     return sorted(points, key=lambda point: point.cost)
 
@@ -167,42 +172,23 @@ def read_needles(one: Try) -> list[Point]:
     return points
 
 
-class TrainedDefault(NamedTuple):
-    """Models that were trained with the default, at one length."""
-
-    length: int
-    cost: float
-    gap: Mean
-    seeds: int
-
-    @property
-    def percent(self) -> str:
-        return _percent(self.gap)
-
-
-def read_trained_defaults() -> list[TrainedDefault]:
-    """By length."""
-    points = [point for measured in MEASURED for point in read_trained(measured) if point.name.startswith(DEFAULT)]
-    return [
-        TrainedDefault(parse_size(point.name.rpartition(", ")[2]), point.cost, point.gap, point.trainings)
-        for point in points
-    ]
-
-
 def describe() -> str:
-    """What the picture of losses shows of the default, for those who do not see it."""
-    found = "; ".join(
-        f"{format_size(one.length)}: {one.percent}, {one.cost:.2f} of the time" for one in read_trained_defaults()
+    """What the picture of losses shows of the present default, for those who do not see it."""
+    points = [point for measured in MEASURED for point in read_trained(measured)]
+    found = (
+        f"{point.name.partition(', default, ')[2]}: {_percent(point.gap)}, {point.cost:.2f} of the time"
+        for point in points
+        if point.name.startswith(f"{DEFAULT}, ")
     )
-    return f"Held-out loss and time of the attention after training with the {TRAINED_WITH}, against exact. {found}"
+    return f"Loss and attention's time after training with the default, against exact: {'; '.join(found)}"
 
 
 def draw_losses() -> Path:
     points = [point for measured in MEASURED for point in read_trained(measured)]
     rows = [Row(f"{point.name}: {_percent(point.gap)}, {point.trainings} seeds", point) for point in points]
-    figure, gaps = _draw(rows, f"23M models at 16k and 32k, {GPU};\nread with exact attention")
+    figure, gaps = _draw(rows, f"23M models, {GPU};\nread with exact attention")
     gaps.set_xscale("symlog", linthresh=_LINEAR_UP_TO)
-    gaps.set_xlim(-0.4, 40)
+    gaps.set_xlim(-0.45, 40)
     gaps.set_xticks([0, 0.5, 5])
     gaps.xaxis.set_major_formatter(FuncFormatter(lambda percent, _: f"{percent:+g}%" if percent else "0"))
     gaps.set_xlabel("held-out loss\nagainst exact training")
@@ -289,23 +275,10 @@ def _recorded_name(attention: str) -> str:
 
 def _method(attention: str, length: int) -> str:
     """In words; a ValueError for what is not drawn."""
-    kind = attention.partition(":")[0]
-    named = {DEFAULTS_OF_0_3[length]: DEFAULT, full_name("muse:paper", length): PAPERS_METHOD}
-    if attention in named:
-        return named[attention]
-    if _TOLERANCE.sub("", attention) == _TOLERANCE.sub("", DEFAULTS_OF_0_3[length]):
-        return TOLERANCE
-    kinds = {"moba": MOBA, "block_diagonal": BLOCK_DIAGONAL}
-    if kind not in kinds:
-        raise ValueError(f"{attention} differs from the default by more than its tolerance: it has no name here")
-    return kinds[kind]
-
-
-def _sizes(attention: str, method: str) -> str:
-    """What tells two attentions of one method apart."""
-    if method == TOLERANCE:
-        return " ".join(["", *_TOLERANCE.findall(attention)])
-    return f" {attention.partition(':')[2]}" if method == MOBA else ""
+    method = EARLIER if attention == DEFAULTS_OF_0_3.get(length) else classify(attention, length)
+    if method not in _COLOURS:
+        raise ValueError(f"{attention} at {format_size(length)} has no name here")
+    return method
 
 
 def _percent(gap: Mean) -> str:

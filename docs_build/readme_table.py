@@ -17,11 +17,13 @@ from docs_build.records import (
     RECORDS,
     SMOLLM2,
     Timing,
+    read_gap,
     read_speeds,
     read_timings,
     read_timings_of_qwen,
 )
 from muse_attention.sizes import format_size
+from muse_lab.evaluation.means import Mean
 from muse_lab.records.attention_names import EXACT
 
 README = Path(__file__).parent.parent / "README.md"
@@ -62,6 +64,7 @@ def make_claims(rows: Sequence[Row]) -> list[str]:
     data, thousands = COMPARED[0]
     best, at_32k, at_16k = (_find(read_timings(), data, 1024 * size) for size in (thousands, 32, 16))
     exact, _, with_tail = read_compared()
+    at_64k, of_128 = read_gap("far-64k"), read_gap("far-32k-heads-of-128")
     faster, loss = rows[-2].change.partition("**")[2].partition("x")[0], rows[-1].change.partition(";")[0]
     return [
         f"**{best.speedup:.1f} times as fast as cuDNN** at {format_size(best.length)} tokens on {CALLED[data]}",
@@ -69,9 +72,15 @@ def make_claims(rows: Sequence[Row]) -> list[str]:
         f"{faster} times the tokens/s of exact attention",
         f"Its held-out loss, measured with exact attention, ended {loss}",
         f"ended {with_tail.gap.lstrip('+')} higher, at {with_tail.speed / exact.speed:.2f} times the tokens/s",
+        f"ended {_change(at_64k)} at 64k",
+        f"{_change(of_128)} at 32k with 128-wide heads",
         f"{at_32k.speedup:.2f} times as fast at {format_size(at_32k.length)}",
         f"{at_16k.speedup:.2f} times as fast at {format_size(at_16k.length)}",
     ]
+
+
+def _change(gap: Mean) -> str:
+    return f"{abs(gap.mean):.2f} ± {gap.standard_error:.2f}% {'lower' if gap.mean < 0 else 'higher'}"
 
 
 def _find(timings: Sequence[Timing], data: str, length: int) -> Timing:

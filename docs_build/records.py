@@ -11,8 +11,8 @@ from muse_attention.config import MuSeConfig
 from muse_lab.benchmark.results import BenchmarkResults
 from muse_lab.benchmark.tuning import TuningResults
 from muse_lab.evaluation.comparison.results import ComparisonResults
-from muse_lab.evaluation.comparison.training_curves import TrainingCurves
-from muse_lab.pretraining.monitoring.metrics import read_metrics
+from muse_lab.evaluation.comparison.seeds import seeds_of
+from muse_lab.evaluation.means import Mean
 from muse_lab.records.attention_names import EXACT, recorded_config
 
 RECORDS = Path(__file__).parent.parent / "benchmarks"
@@ -24,8 +24,6 @@ DEFAULTS_OF_0_3 = {
     for length, sizes in ((16 * 1024, "Q32K32R8T0.1B2k"), (32 * 1024, "Q32K64R8T0.2B4k"))
 }
 """By length: what models of the records were trained with, an earlier form of MuSe."""
-TRAINED_WITH = "default of 0.3.0"
-"""What pictures and tables call it."""
 SYNTHETIC, SMOLLM2, QWEN = "synthetic data", "heads of SmolLM2", "heads of Qwen 1.5B"
 QWEN_SMALL = "heads of Qwen 0.5B"
 """What was measured on."""
@@ -90,6 +88,15 @@ def read_comparison(record: str) -> tuple[ComparisonResults, Path]:
     return results, path
 
 
+def read_gap(record: str) -> Mean:
+    """Loss after training with the other attention, minus that of exact training, in percent of it, over seeds."""
+    results, path = read_comparison(record)
+    gaps = [gap for group in seeds_of(results) if (gap := group.difference(results, is_percent=True))]
+    if len(gaps) != 1:
+        raise ValueError(f"{path}: one attention should be compared with exact training over seeds, not {len(gaps)}")
+    return gaps[0]
+
+
 def read_speeds(record: str) -> dict[str, float]:
     """Tokens per second of two training runs that had a GPU to themselves, by their attention, exact and DEFAULT."""
     path = RECORDS / "pretraining" / record / "compare.json"
@@ -103,12 +110,6 @@ def read_speeds(record: str) -> dict[str, float]:
     if speeds.keys() != {EXACT, DEFAULT}:
         raise ValueError(f"{path}: not of exact attention and the present default")
     return speeds
-
-
-def read_speed_alone(record: str, training: str) -> float:
-    """Tokens per second of a training run, `exact` or `muse`, that had the GPU to itself."""
-    (speed,) = TrainingCurves.of(read_metrics(RECORDS / "pretraining" / record / "alone" / training)).speeds.values()
-    return speed.tokens_per_second
 
 
 def classify(attention: str, length: int) -> str | None:

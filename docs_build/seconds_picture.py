@@ -1,4 +1,4 @@
-"""Training loss against tokens and against seconds, from the records of 32k: `python -m docs_build.seconds_picture`.
+"""Training loss against tokens and against seconds, from the records of 64k: `python -m docs_build.seconds_picture`.
 
 The runs that were compared shared their GPU. Seconds are their tokens over the tokens per second of the same training
 alone on one.
@@ -11,32 +11,29 @@ from statistics import fmean
 
 from matplotlib import pyplot
 
-from docs_build.records import DEFAULTS_OF_0_3, GPU, TRAINED_WITH, read_comparison, read_speed_alone
+from docs_build.records import DEFAULT, GPU, classify, read_comparison, read_speeds
 from docs_build.style import GREEN, GREY, WIDTH, save
 from muse_attention.sizes import format_size
 from muse_lab.evaluation.comparison.seeds import Seeds, seeds_of
 from muse_lab.records.attention_names import EXACT
 
 PICTURE = "loss-against-seconds.svg"
-RECORD = "32k"
-_TOGETHER = 4
+RECORD, SPEEDS = "far-64k", "far-64k-alone"
+_TOGETHER = 2
 """Points of a recorded curve that are one of the picture."""
 
 
 def draw() -> Path:
     results, path = read_comparison(RECORD)
     length = results.settings.length
-    groups = {group.attention: group for group in seeds_of(results)}
-    trained = {
-        "exact attention": (EXACT, "exact", GREY),
-        f"MuSe, {TRAINED_WITH}": (DEFAULTS_OF_0_3[length], "muse", GREEN),
-    }
-    if lacking := {attention for attention, *_ in trained.values()} - groups.keys():
+    groups = {classify(group.attention, length) or group.attention: group for group in seeds_of(results)}
+    if lacking := {EXACT, DEFAULT} - groups.keys():
         raise ValueError(f"{path} has no runs of several seeds with {', '.join(lacking)}")
+    speeds = read_speeds(SPEEDS)
     figure, both = pyplot.subplots(2, 1, figsize=(WIDTH, 6.4))
-    for name, (attention, training, colour) in trained.items():
-        tokens, losses = _mean_curve(groups[attention])
-        speed = read_speed_alone(RECORD, training)
+    for name, method, colour in (("exact attention", EXACT, GREY), (DEFAULT, DEFAULT, GREEN)):
+        tokens, losses = _mean_curve(groups[method])
+        speed = speeds[method]
         label = f"{name}: {speed / 1000:,.0f}k tokens/s"
         both[0].plot([one / 1e6 for one in tokens], losses, marker="o", markersize=4, color=colour, label=label)
         both[1].plot([one / speed for one in tokens], losses, marker="o", markersize=4, color=colour)

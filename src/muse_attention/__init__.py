@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from muse_attention.documents.varlen import muse_attn_func, muse_attn_varlen_func
     from muse_attention.registry import Attention, get_attention
 
-__version__ = "0.4.0.dev0"
+__version__ = "0.4.0"
 
 __all__ = [
     "Attention",

@@ -72,12 +72,13 @@ def test_a_difference_is_that_of_the_length(tmp_path: Path) -> None:
     [
         (("16k", "16k"), "is no pair with exact training, or its seed came before"),
         (("16k", "16k-further"), "is no pair with exact training, or its seed came before"),
-        (("16k", "32k"), "are of several lengths"),
-        (("64k",), "no attention has several seeds"),
-        (("32k-moba", "32k-frozen"), "no time of muse:"),
+        (("16k", "32k-moba"), "are of several lengths or head dimensions"),
+        (("far-32k", "far-32k-heads-of-128"), "its seed came before"),
+        (("far-64k-alone",), "no attention has several seeds"),
+        (("far-32k",), "no time of muse:"),
     ],
 )
 def test_records_that_do_not_belong_together_are_refused(comparisons: tuple[str, ...], message: str) -> None:
-    times = MEASURED[1].times if comparisons[0].startswith("32k") else MEASURED[0].times
+    (times,) = [measured.times for measured in MEASURED if "16k" in measured.comparisons]
     with pytest.raises(ValueError, match=message):
         read_trained(Measured(times, comparisons))
