@@ -180,7 +180,7 @@ def describe() -> str:
         for point in points
         if point.name.startswith(f"{DEFAULT}, ")
     )
-    return f"Loss and attention's time after training with the default, against exact: {'; '.join(found)}"
+    return f"Loss and attention's time, trained with the default, against exact: {'; '.join(found)}"
 
 
 def draw_losses() -> Path:
