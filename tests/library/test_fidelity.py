@@ -13,7 +13,7 @@ from muse_attention.fidelity.retrieved import SINGLE_WEIGHT, measure_retrieval
 from muse_lab.synthetic import clustered_qkv
 
 MEASURES = {
-    *("relative_squared_error", "cosine", "energy_error", "lse_gap", "error_p99", "error_p999", "share_far_off"),
+    *("relative_squared_error", "cosine", "centred_error", "lse_gap", "error_p99", "error_p999", "share_far_off"),
 }
 RETRIEVED = {"pairs_per_query", "keys_per_query", "share_retrieving", "found_share"}
 
@@ -24,10 +24,20 @@ def test_measures_of_a_known_error() -> None:
     lse, exact_lse = torch.tensor([[[1.0, 0.5]]]), torch.tensor([[[1.0, 1.0]]])
     fidelity = compare(out, exact, lse, exact_lse)
     assert fidelity.relative_squared_error.tolist() == [[0.5]]  # (0 / 25 + 4 / 4) / 2
-    assert fidelity.energy_error.item() == pytest.approx(4 / 29)
+    assert fidelity.centred_error.item() == pytest.approx(4 / 6.5)  # the mean output is (1.5, 3)
     assert fidelity.cosine.item() == pytest.approx((1 + 0.5**0.5) / 2)
     assert fidelity.lse_gap.tolist() == [[0.25]]
     assert position_error(out, exact).tolist() == [[[0.0, 1.0]]]
+
+
+def test_what_all_queries_share_does_not_hide_the_error() -> None:
+    query, key, value = clustered_qkv(1, 2, 512, 16)
+    plain, shifted = (
+        measure(get_attention("muse:Q4K8T0.1B64"), query, key, value + shift, is_causal=True).pooled()
+        for shift in (0, 100)
+    )
+    assert shifted["relative_squared_error"] < 1e-3 * plain["relative_squared_error"]
+    assert shifted["centred_error"] == pytest.approx(plain["centred_error"], rel=1e-2)
 
 
 def test_equal_outputs_have_no_error_even_if_they_are_zero() -> None:

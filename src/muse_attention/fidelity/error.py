@@ -32,8 +32,9 @@ class Fidelity:
     """`|o - o_exact|^2 / |o_exact|^2`, averaged over queries: the paper's RSE"""
     cosine: Tensor
     """cosine of `o` and `o_exact`, averaged over queries: the paper's correlation"""
-    energy_error: Tensor
-    """`sum |o - o_exact|^2 / sum |o_exact|^2` over queries: unlike the RSE, not ruled by queries with a small output"""
+    centred_error: Tensor
+    """`sum |o - o_exact|^2 / sum |o_exact - m|^2` over queries, where `m` is the mean of `o_exact`: unlike in the RSE,
+    a part of the output that all queries share does not hide the error"""
     lse_gap: Tensor | None
     """`lse_exact - lse`, averaged over queries; never negative for MuSe without second order, by Jensen's inequality;
     None for an attention that does not give its lse"""
@@ -69,13 +70,13 @@ def compare(
 ) -> Fidelity:
     """Fidelity of (batch, heads, N, Dv) outputs and (batch, heads, N) lse. Equal outputs have no error, even if 0."""
     out, exact_out = out.detach().double(), exact_out.detach().double()
-    error, energy = (out - exact_out).square().sum(-1), exact_out.square().sum(-1)
-    of_queries = _relative(error, energy)
+    error, varying = (out - exact_out).square().sum(-1), exact_out - exact_out.mean(-2, keepdim=True)
+    of_queries = _relative(error, exact_out.square().sum(-1))
     ordered = of_queries.sort(-1).values
     return Fidelity(
         relative_squared_error=of_queries.mean(-1),
         cosine=torch.where(error == 0, 1, torch.nn.functional.cosine_similarity(out, exact_out, dim=-1)).mean(-1),
-        energy_error=_relative(error.sum(-1), energy.sum(-1)),
+        centred_error=_relative(error.sum(-1), varying.square().sum((-2, -1))),
         lse_gap=None if lse is None else (exact_lse.detach().double() - lse.detach().double()).mean(-1),
         error_p99=_percentile(ordered, 990),
         error_p999=_percentile(ordered, 999),
