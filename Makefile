@@ -53,6 +53,7 @@ pictures: $(READY)  ## the pictures of README.md and docs/, README's table, docs
 	$(BIN)/python -m docs_build.speed_picture
 	$(BIN)/python -m docs_build.quality_picture
 	$(BIN)/python -m docs_build.seconds_picture
+	$(BIN)/python -m docs_build.far_gain_picture
 	$(BIN)/python -m docs_build.extension_table
 	$(BIN)/python -m docs_build.readme_table
 	$(BIN)/python -m docs_build.algorithm_pictures

@@ -341,7 +341,6 @@ TABLES = (
         (
             "benchmarks/pretraining/16k-baselines/compare.md",
             "benchmarks/pretraining/16k-paper/compare.md",
-            "benchmarks/pretraining/16k/compare.md",
             *LOSSES,
         ),
         "23M parameters at 16k, minus exact training from the same weights, under exact attention: the paper's method "
@@ -399,7 +398,7 @@ TABLES = (
             "muse compare out/exact out/muse out/frozen --corpus out/code",
         ),
         (),
-        "No record: no model that adapts to MuSe was seen, which is what freezing is for.",
+        "No record: freezing is for models that adapt to MuSe, and none was seen.",
         "`mu` stays differentiable when aggregation is frozen, so a key still has exact attention's gradient, "
         "spread by fixed weights.",
     ),

@@ -41,7 +41,7 @@ from muse_lab.records.attention_names import EXACT
 
 LOSSES, NEEDLES = "quality.svg", "quality-needles.svg"
 EARLIER = "MuSe, default of 0.3.0"
-_COLOURS = {DEFAULT: GREEN, EARLIER: GREY, TO_THE_LETTER: BLUE, MOBA: ORANGE, BLOCK_DIAGONAL: RED}
+COLOURS = {DEFAULT: GREEN, EARLIER: GREY, TO_THE_LETTER: BLUE, MOBA: ORANGE, BLOCK_DIAGONAL: RED}
 _LINEAR_UP_TO = 0.5
 """Percent: a logarithm begins here, for zero has none."""
 _LINEAR_UP_TO_POINTS = 2
@@ -153,10 +153,10 @@ def read_trained(measured: Measured) -> list[Point]:
     costs = _read_costs(measured.times, found, length)
     points = []
     for attention, by_seed in found.items():
-        method = _method(attention, length)
+        method = method_of(attention, length)
         sizes = f" {attention.partition(':')[2]}" if method == MOBA else ""
         name = f"{method}{sizes}, {format_size(length)}{heads}"
-        points.append(Point(name, _COLOURS[method], costs[attention], Mean.of(list(by_seed.values())), len(by_seed)))
+        points.append(Point(name, COLOURS[method], costs[attention], Mean.of(list(by_seed.values())), len(by_seed)))
     return sorted(points, key=lambda point: point.cost)
 
 
@@ -273,10 +273,10 @@ def _recorded_name(attention: str) -> str:
     return full_name(attention, _NEEDLES_AT) if attention == "muse:paper" else attention
 
 
-def _method(attention: str, length: int) -> str:
+def method_of(attention: str, length: int) -> str:
     """In words; a ValueError for what is not drawn."""
     method = EARLIER if attention == DEFAULTS_OF_0_3.get(length) else classify(attention, length)
-    if method not in _COLOURS:
+    if method not in COLOURS:
         raise ValueError(f"{attention} at {format_size(length)} has no name here")
     return method
 

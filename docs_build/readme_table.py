@@ -72,15 +72,14 @@ def make_claims(rows: Sequence[Row]) -> list[str]:
         f"{faster} times the tokens/s of exact attention",
         f"Its held-out loss, measured with exact attention, ended {loss}",
         f"ended {with_tail.gap.lstrip('+')} higher, at {with_tail.speed / exact.speed:.2f} times the tokens/s",
-        f"ended {_change(at_64k)} at 64k",
-        f"{_change(of_128)} at 32k with 128-wide heads",
+        f"{_change(at_64k)} at 64k, {_change(of_128)} at 32k with 128-wide heads",
         f"{at_32k.speedup:.2f} times as fast at {format_size(at_32k.length)}",
         f"{at_16k.speedup:.2f} times as fast at {format_size(at_16k.length)}",
     ]
 
 
 def _change(gap: Mean) -> str:
-    return f"{abs(gap.mean):.2f} ± {gap.standard_error:.2f}% {'lower' if gap.mean < 0 else 'higher'}"
+    return f"{gap.mean:+.2f} ± {gap.standard_error:.2f}%"
 
 
 def _find(timings: Sequence[Timing], data: str, length: int) -> Timing:

@@ -173,12 +173,14 @@ def test_context_extension_has_the_numbers_of_the_records() -> None:
 
 @needs_records
 def test_pages_describe_the_pictures_of_the_records() -> None:
-    from docs_build import extension_runs, quality_picture, speed_picture
+    from docs_build import extension_runs, far_gain_picture, quality_picture, speed_picture
 
     described = speed_picture.describe(speed_picture.read_speeds(), extension_runs.read_compared()[:2])
     assert f"![{described}](docs/images/{speed_picture.PICTURE})" in (ROOT / "README.md").read_text()
     training = (ROOT / "docs" / "evidence" / "pretraining.md").read_text()
     assert f"![{quality_picture.describe()}](../images/{quality_picture.LOSSES})" in training
+    described = far_gain_picture.describe(far_gain_picture.read_models())
+    assert f"![{described}](../images/{far_gain_picture.PICTURE})" in training
 
 
 def test_descriptions_of_pictures_are_short() -> None:
