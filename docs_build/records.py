@@ -25,7 +25,7 @@ DEFAULTS_OF_0_3 = {
 }
 """By length: what models of the records were trained with, an earlier form of MuSe."""
 SYNTHETIC, SMOLLM2, QWEN = "synthetic data", "heads of SmolLM2", "heads of Qwen 1.5B"
-QWEN_SMALL = "heads of Qwen 0.5B"
+QWEN_SMALL, TRAINED_AT_64K = "heads of Qwen 0.5B", "heads of far64k-exact-11"
 """What was measured on."""
 GPU = "NVIDIA H200"
 """That README's numbers are of."""

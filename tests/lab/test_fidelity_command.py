@@ -358,7 +358,7 @@ def test_the_command_shows_the_tail_what_was_retrieved_and_gradients(asked: list
     for said in ("99.9%", "pairs", "keys", "retrieving", "found", "dq"):
         assert said in out
     markdown = (tmp_path / "out" / "tiny.md").read_text()
-    titles = "RSE 99% | RSE 99.9% | RSE > 0.1 | RSE, centred | pairs | keys | retrieving | found | dq RSE | dk RSE |"
+    titles = "RSE 99% | RSE 99.9% | RSE > 0.1 | pairs | keys | retrieving | found | dq RSE | dk RSE | dv RSE |"
     assert titles.replace(">", "\\>") in markdown
     assert "sum |dq - dq_exact|^2 / sum |dq_exact|^2" in markdown.replace("\\|", "|")
     assert "sum |dq - dq_exact|^2" in (tmp_path / "out" / "tiny.html").read_text()

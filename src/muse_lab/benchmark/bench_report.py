@@ -88,7 +88,7 @@ def times_table(results: BenchmarkResults) -> Table:
         (number("speed-up"), lambda case: format_ratio(case.speedup_forward_backward)),
         (number("spread"), lambda case: format_spread(case.spread)),
         (number("RSE", ERROR[0].definition), lambda case: format_error(case.fidelity["relative_squared_error"])),
-        (number("cosine", ERROR[1].definition), lambda case: ERROR[1].cell(case.fidelity)),
+        *measure_columns(ERROR[1:3], results.cases, lambda case: case.fidelity),
         (number("extra memory"), lambda case: format_memory(case.extra_memory_bytes)),
         (number("extra memory, SDPA"), lambda case: format_memory(case.sdpa_extra_memory_bytes)),
     )

@@ -38,6 +38,12 @@ ERROR = (
         "Relative squared error |o - o_exact|^2 / |o_exact|^2 of a query, the mean over queries, heads and samples.",
     ),
     Column("cosine", "cosine", "{:.4f}".format, "Cosine of o and o_exact, averaged likewise."),
+    Column(
+        "centred_error",
+        "RSE, centred",
+        _digits,
+        "Sum of |o - o_exact|^2 over that of |o_exact - m|^2, m being the mean o_exact: no constant hides the error.",
+    ),
     Column("lse_gap", "lse gap", _digits, "lse_exact - lse, averaged over queries."),
 )
 TAIL = (
@@ -46,12 +52,6 @@ TAIL = (
         "error_p999", "RSE 99.9%", _digits, "The 99.9th percentile over the queries of a head, averaged over heads."
     ),
     Column("share_far_off", "RSE > 0.1", _share, "Share of queries with a larger error, averaged over heads."),
-    Column(
-        "centred_error",
-        "RSE, centred",
-        _digits,
-        "Sum of |o - o_exact|^2 over that of |o_exact - m|^2, m being the mean o_exact: no constant hides the error.",
-    ),
 )
 RETRIEVAL = (
     Column(
