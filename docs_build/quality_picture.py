@@ -4,8 +4,7 @@ Each row is an attention that models were trained with. On the left, in the firs
 under exact attention, than after exact training from the same weights. In the second: how many fewer needles are found,
 by try, for tries begin with short models of their own, and only within one can attentions be compared. On the right:
 the time of the attention, forward and backward, as a share of exact attention's, on heads of models that were trained
-so at that length. Models of the present default are drawn first, then those of 0.3.0's, with the baselines that were
-trained beside them.
+so at that length. The present default comes first, then that of 0.3.0 with the baselines that were trained beside it.
 """
 
 from __future__ import annotations
