@@ -48,10 +48,10 @@ def read_models() -> list[Model]:
 
 def describe(models: Sequence[Model]) -> str:
     """For those who do not see the picture."""
-    shares, costs = [model.lost / model.cost for model in models], [model.cost for model in models]
+    costs, lost = [model.cost for model in models], [model.lost for model in models]
     return (
-        f"Far gain lost by {len(models)} models: not ordered by the attention's error, but {min(shares):.2f} to "
-        f"{max(shares):.2f} of its cost in loss, which goes from {min(costs):.3f} to {max(costs):.3f} nats"
+        f"Far gain lost by {len(models)} models: it rises with what the attention costs in loss ({min(costs):.3f} to "
+        f"{max(costs):.3f} nats), from {min(lost):+.4f} to {max(lost):+.3f} nats, and is not ordered by its error"
     )
 
 

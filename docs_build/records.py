@@ -19,6 +19,9 @@ RECORDS = Path(__file__).parent.parent / "benchmarks"
 DEFAULT, PAPER, MOBA, BLOCK_DIAGONAL = "MuSe, default", "MuSe, the paper's sizes", "MoBA", "block-diagonal"
 TO_THE_LETTER = "MuSe, the paper's method"
 """`muse:paper`: its sizes, its streaming clustering and its limit on the size of clusters."""
+CAUTIOUS = "MuSe, with caution"
+CAUTIOUS_SIZES = "Q8K32T0.4B4k,caution=2.0"
+"""A configuration that models were trained with beside the default, from 32k to 64k tokens."""
 DEFAULTS_OF_0_3 = {
     length: f"muse:{sizes},caution=2.0,clustering=lloyd,cap_factor=none"
     for length, sizes in ((16 * 1024, "Q32K32R8T0.1B2k"), (32 * 1024, "Q32K64R8T0.2B4k"))
@@ -38,7 +41,7 @@ class Timing:
     """Forward and backward of one attention call, and exact attention in the same run."""
 
     method: str
-    """DEFAULT, PAPER, TO_THE_LETTER, MOBA or BLOCK_DIAGONAL"""
+    """DEFAULT, CAUTIOUS, PAPER, TO_THE_LETTER, MOBA or BLOCK_DIAGONAL"""
     data: str
     """SYNTHETIC, SMOLLM2, QWEN, QWEN_SMALL, or `heads of` another model"""
     length: int
@@ -126,6 +129,8 @@ def classify(attention: str, length: int) -> str | None:
         return DEFAULT
     if config == MuSeConfig.paper(length):
         return TO_THE_LETTER
+    if config == MuSeConfig.parse(CAUTIOUS_SIZES):
+        return CAUTIOUS
     return PAPER if _sizes(config) == _sizes(MuSeConfig.paper_sizes(length)) else None
 
 

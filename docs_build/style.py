@@ -14,7 +14,7 @@ from matplotlib import pyplot
 IMAGES = Path(__file__).parent.parent / "docs" / "images"
 WIDTH = 5.2
 """Inches. A phone of 390 pixels then shows letters of 10 points as 9 pixels or more, so panels are stacked."""
-BLUE, ORANGE, GREEN, GREY, RED = "#0072b2", "#d55e00", "#009e73", "#777777", "#c02942"
+BLUE, ORANGE, GREEN, GREY, RED, PURPLE = "#0072b2", "#d55e00", "#009e73", "#777777", "#c02942", "#8a5aa8"
 
 pyplot.rcParams.update(
     {

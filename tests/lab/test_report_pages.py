@@ -289,6 +289,8 @@ def test_short_names_tell_attentions_apart() -> None:
     assert short_names([*most, "muse:QK4B64"])["muse:QK4B64"] == "muse:QK4B64", "not one name for two attentions"
     (alone,) = short_names(["muse:QK4B64,differentiable_aggregation=false,clustering=lloyd"]).values()
     assert alone == "QK4B64,differentiable_aggregation=false", "told even of one attention"
+    cautious = [f"Q8K8T{tolerance}B64,caution=2.0" for tolerance in (0.1, 0.2)]
+    assert list(short_names(f"muse:{name}" for name in cautious).values()) == cautious, "told even of all"
     assert names_table(names).column("attention") == names
 
 

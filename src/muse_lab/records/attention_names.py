@@ -17,6 +17,7 @@ _BASELINES = {
     "moba": "MoBA, own blocks of {0}, retrieved blocks of {1}, {2} for each query",
 }
 _FROZEN = "differentiable_aggregation=false"
+_ALWAYS_NAMED = (_FROZEN, "caution=")
 _BLOCK = re.compile(r"B(\d+[km]?)$")
 
 
@@ -79,7 +80,8 @@ def short_names(attentions: Iterable[str]) -> dict[str, str]:
     """Short names of the attentions in one report: MuSe by its sizes, and by settings that at most half of the
     attentions have, among those with a tolerance and among those without.
 
-    Frozen aggregation is always named, because it changes the gradient.
+    Frozen aggregation is always named, because it changes the gradient, and so is caution, because the same tolerance
+    means something else with it.
     """
     names = list(dict.fromkeys(attentions))
     settings = {name: name.removeprefix("muse:").split(",") for name in names if name.startswith("muse:")}
@@ -87,7 +89,7 @@ def short_names(attentions: Iterable[str]) -> dict[str, str]:
     totals = Counter(map(_has_tolerance, settings.values()))
 
     def is_named(part: str, *, has_tolerance: bool) -> bool:
-        return part == _FROZEN or 2 * uses[has_tolerance, part] <= totals[has_tolerance]
+        return part.startswith(_ALWAYS_NAMED) or 2 * uses[has_tolerance, part] <= totals[has_tolerance]
 
     short = {
         name: ",".join([parts[0], *(part for part in parts[1:] if is_named(part, has_tolerance=_has_tolerance(parts)))])
