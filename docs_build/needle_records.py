@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from pathlib import Path
 
-from muse_lab.evaluation.means import Mean
+from muse_lab.records.means import Mean
 
 _OF_ONE_TRAINING = "seed-"
 """Begins the titles of columns, one for each training."""

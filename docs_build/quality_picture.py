@@ -37,8 +37,8 @@ from muse_attention.registry import full_name
 from muse_attention.sizes import format_size
 from muse_lab.benchmark.results import BenchmarkResults
 from muse_lab.evaluation.comparison.seeds import seeds_of
-from muse_lab.evaluation.means import Mean
 from muse_lab.records.attention_names import EXACT
+from muse_lab.records.means import Mean
 
 LOSSES, NEEDLES = "quality.svg", "quality-needles.svg"
 EARLIER = "MuSe, default of 0.3.0"

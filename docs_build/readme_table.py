@@ -24,8 +24,8 @@ from docs_build.records import (
     read_timings_of_qwen,
 )
 from muse_attention.sizes import format_size
-from muse_lab.evaluation.means import Mean
 from muse_lab.records.attention_names import EXACT
+from muse_lab.records.means import Mean
 
 README = Path(__file__).parent.parent / "README.md"
 BEGIN = "<!-- table: python -m docs_build.readme_table -->"

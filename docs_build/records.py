@@ -12,8 +12,8 @@ from muse_lab.benchmark.results import BenchmarkResults
 from muse_lab.benchmark.tuning import TuningResults
 from muse_lab.evaluation.comparison.results import ComparisonResults
 from muse_lab.evaluation.comparison.seeds import seeds_of
-from muse_lab.evaluation.means import Mean
 from muse_lab.records.attention_names import EXACT, recorded_config
+from muse_lab.records.means import Mean
 
 RECORDS = Path(__file__).parent.parent / "benchmarks"
 DEFAULT, PAPER, MOBA, BLOCK_DIAGONAL = "MuSe, default", "MuSe, the paper's sizes", "MoBA", "block-diagonal"

@@ -33,12 +33,12 @@ from muse_lab.evaluation.comparison.positions import positions_table
 from muse_lab.evaluation.comparison.results import ComparisonResults, ComparisonSettings
 from muse_lab.evaluation.comparison.runs import choose_evenly, load_weights, open_runs
 from muse_lab.evaluation.loss.curves import bins_of
-from muse_lab.evaluation.means import Mean
 from muse_lab.models import load_model
 from muse_lab.pretraining.batches import Windows
 from muse_lab.pretraining.data.corpus import HELD_OUT, Corpus
 from muse_lab.pretraining.monitoring.metrics import read_metrics
 from muse_lab.pretraining.recipes import override
+from muse_lab.records.means import Mean
 from muse_lab.report.html import as_html
 from muse_lab.report.markdown import as_markdown
 from muse_lab.report.plots import Axis, Line, line_figure

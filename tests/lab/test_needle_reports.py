@@ -13,7 +13,6 @@ import pytest
 import transformers
 
 from muse_lab.cli.language_model import name_of
-from muse_lab.evaluation.means import Mean, Share
 from muse_lab.evaluation.needles import models_report
 from muse_lab.evaluation.needles.models_report import have_same_questions, needle_comparison
 from muse_lab.evaluation.needles.needle_report import columns_of, needle_report, places_table, summary_table
@@ -32,6 +31,7 @@ from muse_lab.evaluation.needles.statistics import (
 from muse_lab.evaluation.needles.trainings_report import needles_over_trainings
 from muse_lab.pretraining.needles.samples import KINDS
 from muse_lab.records.machine import describe_machine
+from muse_lab.records.means import Mean, Share
 from muse_lab.report import plots
 from muse_lab.report.html import as_html
 from muse_lab.report.markdown import as_markdown

@@ -23,6 +23,7 @@ from muse_lab.benchmark.tuning import (
     candidates,
     front,
     measure,
+    measure_costs,
 )
 from muse_lab.benchmark.tuning_report import table_of, tuning_report, verdict
 from muse_lab.records.captured_heads import (
@@ -36,9 +37,10 @@ from muse_lab.records.captured_heads import (
 )
 from muse_lab.records.eight_bits import restore, round_to_eight_bits
 from muse_lab.records.machine import describe_machine
+from muse_lab.records.means import Mean
 from muse_lab.report.html import as_html
 from muse_lab.report.markdown import as_markdown
-from tests.command_line import assert_done_quietly, assert_refused, run_muse
+from tests.command_line import assert_done, assert_done_quietly, assert_refused, run_muse
 from tests.models import capture, tiny_llama, token_ids
 from tests.needle_models import needle_tokenizer, write_needle_model, write_texts
 
@@ -186,8 +188,8 @@ def test_the_grid_is_around_the_length(monkeypatch: pytest.MonkeyPatch) -> None:
     names = candidates(65536, added=["moba:L8kB512R1", "exact", "muse"])
     of_the_length = (MuSeConfig.paper(65536), MuSeConfig.paper_sizes(65536), MuSeConfig.for_length(65536))
     assert names[:3] == [f"muse:{config}" for config in of_the_length]
-    assert len(names) == len(set(names)) == 3 + 144 + 1
-    assert {"muse:Q32K256T0.05B2k", "muse:Q8K32T0.4B8k"} < set(names)
+    assert len(names) == len(set(names)) == 3 + 60 + 1
+    assert {"muse:Q16K64T0.05B2k", "muse:Q8K32T0.8B8k,caution=2.0"} < set(names)
     assert names[-1] == "moba:L8kB512R1"
     blocks = {MuSeConfig.parse(name.removeprefix("muse:")).block_size for name in candidates(4096)[3:]}
     assert blocks == {256, 512}
@@ -225,6 +227,68 @@ def test_the_fastest_that_is_as_good_as_the_papers_sizes_is_chosen() -> None:
     alone = dataclasses.replace(results, tuned=tuned[:2])
     assert alone.chosen is None
     assert "The paper's sizes were not measured; the lowest RSE is 0.1, of finds less" in verdict(alone)[0]
+
+
+COSTS = {"slow": Mean(0.001, 0.0002), "fastest": Mean(0.03, None), "fast": Mean(0.002, 0.0003), "slower": Mean(0, 0)}
+
+
+def before_costs() -> TuningResults:
+    """Four configurations, of which exact attention is faster than one."""
+    tuned = [
+        candidate(time, error, name)
+        for time, error, name in ((3, 0.2, "slow"), (1, 0.3, "fastest"), (2, 0.4, "fast"), (5, 0.1, "slower"))
+    ]
+    return TuningResults(describe_machine(), settings(some_captures()), exact=Times((2.0,), (4.0,)), tuned=tuned)
+
+
+@pytest.mark.parametrize(
+    ("limit", "asked", "chosen"),
+    [
+        (0.05, ["fastest"], "fastest"),
+        (0.002, ["fastest", "fast"], "fast"),
+        (0.0015, ["fastest", "fast", "slow"], "slow"),
+        (0, ["fastest", "fast", "slow"], None),
+    ],
+)
+def test_costs_are_measured_from_the_fastest_on_until_one_is_small(
+    limit: float, asked: list[str], chosen: str | None, tmp_path: Path
+) -> None:
+    results, cost_of = dataclasses.replace(before_costs(), cost=limit), Mock(side_effect=COSTS.__getitem__)
+    measure_costs(results, limit, tmp_path / "tune.json", cost_of)
+    assert cost_of.mock_calls == [call(name) for name in asked]
+    assert (results.chosen and results.chosen.attention) == chosen
+    assert TuningResults.read(tmp_path / "tune.json") == results
+
+
+def test_costs_go_on_where_they_were_interrupted_and_serve_another_limit(tmp_path: Path) -> None:
+    path, interrupted = tmp_path / "tune.json", Mock(side_effect=[COSTS["fastest"], KeyboardInterrupt])
+    with pytest.raises(KeyboardInterrupt):
+        measure_costs(before_costs(), 0.0015, path, interrupted)
+    results, cost_of = TuningResults.read(path), Mock(side_effect=COSTS.__getitem__)
+    for limit in (0.0015, 0.002, 0.05):
+        measure_costs(results, limit, path, cost_of)
+    assert cost_of.mock_calls == [call("fast"), call("slow")]
+    assert [one.cost for one in results.tuned] == [COSTS["slow"], COSTS["fastest"], COSTS["fast"], None]
+
+
+def test_reports_say_what_was_chosen_by_cost(tmp_path: Path) -> None:
+    results = dataclasses.replace(before_costs(), cost=0.002)
+    (line,) = verdict(results)
+    assert line == "Nothing measured so far has a cost of at most 0.002 nats"
+    assert "cost" not in table_of(results, results.tuned).titles
+    measure_costs(results, 0.002, tmp_path / "tune.json", COSTS.__getitem__)
+    (line,) = verdict(results)
+    assert "The fastest with a cost of at most 0.002 nats is fast: +0.0020 ± 0.0003 nats, RSE 0.4, 2000 ms" in line
+    assert table_of(results, results.faster).column("cost") == ["+0.0300", "+0.0020 ± 0.0003", ""]
+    assert "minus that under exact attention, in nats" in as_html(tuning_report(results, "t"))
+    results.cost = 0.0001
+    measure_costs(results, 0.0001, tmp_path / "tune.json", COSTS.__getitem__)
+    first, second = verdict(results)
+    assert first == (
+        "Nothing faster than exact attention has a cost of at most 0.0001 nats; "
+        "the lowest is +0.0010 ± 0.0002, of slow, in 3000 ms"
+    )
+    assert second == "Exact attention takes 4000 ms: use that"
 
 
 # TuningResults
@@ -271,6 +335,16 @@ def test_an_interrupted_run_goes_on(tmp_path: Path) -> None:
     measure(found, [COARSE, FINE], results, path, clock)
     assert clock.mock_calls == [call("exact"), call(COARSE), call(FINE), call(FINE)]
     assert [one.attention for one in results.tuned] == [COARSE, FINE]
+
+
+def test_results_from_before_there_were_costs_are_read(tmp_path: Path) -> None:
+    path, results = tmp_path / "tune.json", before_costs()
+    results.write(path)
+    document = json.loads(path.read_text())
+    for part in (document, *document["tuned"]):
+        del part["cost"]
+    path.write_text(json.dumps(document))
+    assert TuningResults.read(path) == results
 
 
 def test_too_little_memory_for_one_is_no_end(tmp_path: Path) -> None:
@@ -361,6 +435,27 @@ def test_the_command_goes_on_where_it_was_interrupted(
     assert names == [COARSE, FINE, f"muse:{MuSeConfig.paper_sizes(128)}"]
 
 
+def test_the_command_chooses_by_the_loss_of_the_model(
+    asked: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The paper's method leaks, so it does not count; what retrieves nothing costs too much; the next retrieves all."""
+    nothing, everything, path = "muse:Q4K2TinfB8", "muse:Q4K8T0.0B32", tmp_path / "out" / "tiny.json"
+    seconds = {COARSE: 1.0, nothing: 1.5, everything: 2.0, FINE: 3.0, "exact": 4.0}
+    monkeypatch.setattr("muse_lab.cli.tune.clock_on", lambda *given: lambda name: Times((0.1,), (seconds[name],)))
+    again = [*asked, "--only", f"{nothing},{everything}", "--samples", "2"]
+    out = assert_done_quietly(run(*again, "--cost", "1e-4"))
+    assert f"The fastest with a cost of at most 0.0001 nats is {everything}: " in out
+    costs = {one.attention: one.cost for one in TuningResults.read(path).tuned}
+    assert list(costs) == [COARSE, FINE, nothing, everything]
+    assert (abs(costs[everything].mean) < 1e-5, costs[FINE], costs[COARSE]) == (True, None, None)
+    losses = run_muse("loss", *asked[:5], "--samples", "2", "--attention", nothing, *asked[-4:], "--name", "loss")
+    assert costs[nothing].signed() in assert_done(losses)
+    monkeypatch.setattr("muse_lab.cli.tune.cost_on", lambda *given: None)
+    out = assert_done_quietly(run(*again, "--cost", "1"))
+    assert f"The fastest with a cost of at most 1 nats is {nothing}: " in out
+    assert TuningResults.read(path).cost == 1
+
+
 def test_captures_are_measured_without_the_model(asked: list[object], folder: Path, tmp_path: Path) -> None:
     file = tmp_path / "a folder" / "heads.safetensors"
     other = tmp_path / "other.json"
@@ -417,6 +512,14 @@ def test_needles_are_looked_up(tmp_path: Path) -> None:
     [
         (["--only", "muse:QQ"], "cannot read 'QQ'"),
         (["--error", "-1"], "--error -1.0 must be a number of at least 0"),
+        (["--cost", "-1"], "--cost -1.0 must be a finite number of at least 0"),
+        (["--cost", "nan"], "--cost nan must be a finite number of at least 0"),
+        (["--cost", "inf"], "--cost inf must be a finite number of at least 0"),
+        (["--cost", "1", "--error", "0"], "--cost and --error exclude each other: choose"),
+        (["--cost", "1", "--needles"], "--cost and --needles exclude each other: the loss"),
+        (["--cost", "1", "--captures", "none.pt"], "--cost and --captures exclude each other: the loss"),
+        (["--cost", "1", "--save-captures", "x"], "--cost and --save-captures exclude each other: nothing"),
+        (["--cost", "1", "--repeat-captures"], "--cost and --repeat-captures exclude each other: the loss"),
         (["--heads", "0"], "cannot measure 0 heads"),
         (["--repeats", "0"], "cannot measure a time with 0 repeats"),
         (["--captures", "none.pt"], "there is no file 'none.pt' of captures"),

@@ -12,7 +12,7 @@ pytest.importorskip("transformers")
 from docs_build.needle_records import read_difference, read_mean_over_trainings
 from docs_build.quality_picture import MEASURED, Measured, read_trained
 
-from muse_lab.evaluation.means import Mean
+from muse_lab.records.means import Mean
 from tests.repository.test_documentation import needs_records
 
 OVER_TRAININGS = """

@@ -6,5 +6,5 @@ a model (`captured.py`). `timing.py`, `memory.py` and `stages.py` measure, `suit
 stores the numbers, and `bench_report.py` shows them, with `tables.py`.
 
 `packed_documents.py`: the same for packed documents. `tuning.py`: many configurations on heads of a model, to find the
-fastest below an error. Each has a report beside it.
+fastest below an error or a cost in loss. Each has a report beside it.
 """

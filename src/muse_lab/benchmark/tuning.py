@@ -1,5 +1,5 @@
 """Time against error of many configurations on captured heads: the Pareto front, and the fastest configuration that
-errs no more, and finds no fewer single keys, than the paper's sizes.
+errs no more, and finds no fewer single keys, than the paper's sizes, or that costs no more of the model's loss.
 
 The results are one JSON file, replaced after every configuration, so that an interrupted run goes on where it stopped.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,16 +26,18 @@ from muse_lab.benchmark.timing import Times, time_interleaved
 from muse_lab.benchmark.workload import Workload, sdpa
 from muse_lab.records.attention_names import EXACT
 from muse_lab.records.captured_heads import Captures, Origin
+from muse_lab.records.means import Mean
 from muse_lab.records.stored_results import OnStep, StoredResults
 
-TOLERANCES = (0.05, 0.1, 0.2, 0.4)
-QUERY_CLUSTERS = (8, 16, 32)
-KEY_CLUSTERS = (32, 64, 128, 256)
+CAUTION_AND_TOLERANCE = ((0.0, 0.05), (0.0, 0.1), (2.0, 0.2), (2.0, 0.4), (2.0, 0.8))
+"""Caution retrieves more, so it comes with larger tolerances."""
+QUERY_CLUSTERS = (8, 16)
+KEY_CLUSTERS = (32, 64)
 BLOCKS = (32, 16, 8)
 """Numbers of blocks that the length is cut into."""
 SMALLEST_BLOCK = 256
 ERROR = "relative_squared_error"
-"""The measure that a configuration is chosen by, beside `FOUND`."""
+"""The measure that a configuration is chosen by, beside `FOUND`, unless a cost is asked for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +104,8 @@ class Candidate:
     """measures of `fidelity.Fidelity` and, for several samples, those of `fidelity_columns.LEAK`, averaged over samples
     and heads"""
     lookup: Found | None = None
+    cost: Mean | None = None
+    """loss of the model under it minus that under exact attention, in nats; None if it was not measured"""
 
     @property
     def is_measured(self) -> bool:
@@ -121,15 +125,21 @@ class Candidate:
 class Goal(NamedTuple):
     """The limits that a chosen configuration meets."""
 
-    error: float
-    """largest relative squared error"""
+    error: float | None = None
+    """largest relative squared error; None if only the cost counts"""
     found: float | None = None
     """least `found_share`; None for any"""
+    cost: float | None = None
+    """largest rise of the loss, in nats"""
 
     def is_reached(self, candidate: Candidate) -> bool:
+        if self.error is None:
+            return self.cost is not None and candidate.cost is not None and candidate.cost.mean <= self.cost
         return candidate.error <= self.error and (self.found is None or candidate.fidelity.get(FOUND, 0) >= self.found)
 
     def __str__(self) -> str:
+        if self.error is None:
+            return f"a cost of at most {self.cost:g} nats"
         found = "" if self.found is None else f" that finds at least {self.found:.1%} of the single keys"
         return f"an RSE of at most {self.error:.3g}{found}"
 
@@ -141,6 +151,8 @@ class TuningResults(StoredResults):
     settings: TuningSettings
     error: float | None = None
     """the largest that a configuration may have; None for that of the paper's sizes"""
+    cost: float | None = None
+    """the largest that a configuration may have, in place of an error; None if it is chosen by error"""
     exact: Times | None = None
     tuned: list[Candidate] = field(default_factory=list)
 
@@ -163,8 +175,18 @@ class TuningResults(StoredResults):
         return [candidate for candidate in self.tuned if candidate.is_measured]
 
     @property
+    def faster(self) -> list[Candidate]:
+        """What is faster than exact attention, from the fastest on, without the paper's method: later tokens leak into
+        its loss."""
+        limit = 0.0 if self.exact is None else self.exact.forward_backward_median
+        faster = (one for one in self.measured if one.time < limit and not _leaks_into_loss(one.attention))
+        return sorted(faster, key=lambda one: one.time)
+
+    @property
     def goal(self) -> Goal | None:
-        """The error that was asked for, or what the paper's sizes reach; None if these were not measured."""
+        """What was asked for, or what the paper's sizes reach; None if these were not measured."""
+        if self.cost is not None:
+            return Goal(cost=self.cost)
         if self.error is not None:
             return Goal(self.error)
         name = paper_sizes(self.settings.length)
@@ -188,7 +210,7 @@ Clock = Callable[[str], Times]
 
 
 def candidates(length: int, *, added: Sequence[str] = (), only: Sequence[str] = ()) -> list[str]:
-    """The full names to measure: the paper's method, the default, and a grid around them; or `only` these."""
+    """The full names to measure: the paper's method, the default, and a grid; or `only` these."""
     if only:
         return _each_once([*only, *added], length)
     blocks = [max(SMALLEST_BLOCK, length // number) for number in BLOCKS]
@@ -197,9 +219,9 @@ def candidates(length: int, *, added: Sequence[str] = (), only: Sequence[str] = 
             f"{length} tokens fit in one block of {SMALLEST_BLOCK}, which is exact attention; choose a longer --length"
         )
     grid = [
-        MuSeConfig(query_clusters=queries, key_clusters=keys, block_size=block, tolerance=tolerance)
-        for block, queries, keys, tolerance in itertools.product(
-            dict.fromkeys(blocks), QUERY_CLUSTERS, KEY_CLUSTERS, TOLERANCES
+        MuSeConfig(query_clusters=queries, key_clusters=keys, block_size=block, caution=caution, tolerance=tolerance)
+        for block, queries, keys, (caution, tolerance) in itertools.product(
+            dict.fromkeys(blocks), QUERY_CLUSTERS, KEY_CLUSTERS, CAUTION_AND_TOLERANCE
         )
         if block < length
     ]
@@ -215,6 +237,11 @@ def paper_sizes(length: int) -> str:
 def _each_once(attentions: Sequence[str], length: int) -> list[str]:
     names = [full_name(attention, length) for attention in attentions]
     return [name for name in dict.fromkeys(names) if name != EXACT]
+
+
+def _leaks_into_loss(attention: str) -> bool:
+    config = config_at(attention)
+    return config is not None and config.tolerance is None
 
 
 def front(measured: Sequence[Candidate]) -> list[Candidate]:
@@ -262,6 +289,29 @@ def measure(
         exact = exact or _exact_outputs(captures)
         results.tuned.append(_measure_one(captures, attention, exact, clock))
         results.write(path)
+
+
+def measure_costs(
+    results: TuningResults,
+    limit: float,
+    path: Path,
+    cost_of: Callable[[str], Mean],
+    *,
+    on_step: OnStep = lambda description, finished: None,
+) -> None:
+    """Fill in the costs of what is faster than exact attention, from the fastest on, until one is within the limit.
+
+    The file is written after each. `cost_of` is called with full names.
+    """
+    for finished, candidate in enumerate(results.faster):
+        cost = candidate.cost
+        if cost is None:
+            on_step(f"measuring the loss under {candidate.attention}", finished)
+            cost = cost_of(candidate.attention)
+            results.tuned[results.tuned.index(candidate)] = replace(candidate, cost=cost)
+            results.write(path)
+        if cost.mean <= limit:
+            return
 
 
 def _measure_one(captures: Captures, attention: str, exact: list[tuple[Tensor, Tensor]], clock: Clock) -> Candidate:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from muse_attention.config import MuSeConfig
 from muse_attention.sizes import format_size
+from muse_lab.benchmark.timing import Times
 from muse_lab.benchmark.tuning import Candidate, TuningResults, front
 from muse_lab.records.attention_names import short_names
 from muse_lab.report.fidelity_columns import ERROR, LEAK, RETRIEVAL, TAIL, measure_columns
@@ -17,6 +18,7 @@ _TIME = (
     "Milliseconds of forward and backward of the whole operator, clustering included, over all samples and heads "
     "together, the median of the repeats."
 )
+_COST = "Loss of the model on the samples under the attention, minus that under exact attention, in nats."
 _LOOKUP = (
     "Share of exact attention's weight on what a query must look up that lies in its own block or in buckets that it "
     "retrieves. The pooled error does not show it."
@@ -53,7 +55,8 @@ def tuning_report(results: TuningResults, file_name: str) -> Report:
         verdict=verdict(results),
         cards=[] if chosen is None or goal is None else [
             Card("speed-up", _speedup(results, chosen), "over exact attention"),
-            Card("RSE", f"{chosen.error:.3g}", f"at most {goal.error:.3g} was asked for"),
+            *([Card("cost", f"{chosen.cost.signed()} nats")] if chosen.cost is not None else []),
+            Card("RSE", f"{chosen.error:.3g}", "" if goal.error is None else f"at most {goal.error:.3g} was asked for"),
             Card("forward + backward", f"{_milliseconds(chosen.time)} ms"),
             *([Card("lookup", _looked_up(chosen, "share"))] if chosen.lookup is not None else []),
         ],
@@ -72,6 +75,8 @@ def verdict(results: TuningResults) -> list[str]:
     if not measured or results.exact is None:
         return ["Nothing has been measured yet; run the command again to continue"]
     chosen, goal = results.chosen, results.goal
+    if chosen is None and results.cost is not None:
+        return _costs_too_much(results, results.exact)
     if chosen is None:
         best = min(measured, key=lambda candidate: candidate.error)
         unreached = "The paper's sizes were not measured" if goal is None else f"Nothing measured has {goal}"
@@ -79,9 +84,10 @@ def verdict(results: TuningResults) -> list[str]:
             f"{unreached}; the lowest RSE is {best.error:.3g}, of {best.attention}, in {_milliseconds(best.time)} ms"
         ]
     speedup = results.exact.forward_backward_median / chosen.time
+    cost = "" if chosen.cost is None else f"{chosen.cost.signed()} nats, "
     lines = [
         f"The fastest with {goal} is {chosen.attention}: "
-        f"RSE {chosen.error:.3g}, {_milliseconds(chosen.time)} ms, {speedup:.2f}x as fast as exact attention"
+        f"{cost}RSE {chosen.error:.3g}, {_milliseconds(chosen.time)} ms, {speedup:.2f}x as fast as exact attention"
     ]
     if speedup <= 1:
         lines.append(
@@ -95,6 +101,18 @@ def verdict(results: TuningResults) -> list[str]:
     return lines
 
 
+def _costs_too_much(results: TuningResults, exact: Times) -> list[str]:
+    known = [(candidate.cost, candidate) for candidate in results.faster if candidate.cost is not None]
+    is_complete = len(known) == len(results.faster)
+    lines = [f"Nothing {'faster than exact attention' if is_complete else 'measured so far'} has {results.goal}"]
+    if known:
+        cost, cheapest = min(known, key=lambda one: one[0].mean)
+        lines[0] += f"; the lowest is {cost.signed()}, of {cheapest.attention}, in {_milliseconds(cheapest.time)} ms"
+    if is_complete:
+        lines.append(f"Exact attention takes {_milliseconds(exact.forward_backward_median)} ms: use that")
+    return lines
+
+
 def shown(results: TuningResults) -> list[Candidate]:
     """The front, the chosen configuration and the paper's method, from the fastest on."""
     named = [results.chosen, _paper(results)]
@@ -105,12 +123,14 @@ def shown(results: TuningResults) -> list[Candidate]:
 def table_of(results: TuningResults, candidates: Sequence[Candidate]) -> Table:
     """The first column is the attention, the others are numbers."""
     names = short_names(candidate.attention for candidate in results.measured)
+    has_costs = any(candidate.cost is not None for candidate in results.measured)
     has_lookups = any(candidate.lookup is not None for candidate in results.measured)
     return Table.of(
         candidates,
         (text("attention"), lambda one: names[one.attention]),
         (number("ms", _TIME), lambda one: _milliseconds(one.time)),
         (number("speed-up", "Over exact attention."), lambda one: _speedup(results, one)),
+        *[(number("cost", _COST), lambda one: one.cost and one.cost.signed())] * has_costs,
         *measure_columns(_COLUMNS, results.measured, lambda one: one.fidelity),
         *_LOOKUPS * has_lookups,
     )
@@ -125,7 +145,7 @@ def _figure(results: TuningResults) -> Figure:
     if chosen is not None and chosen.error > ROUNDING:
         name = chosen.attention.removeprefix("muse:").partition(",")[0]
         lines.append(Line(name, _points([chosen]), PALETTE[1], "*", "", marker_size=11))
-    rules = [Rule(f"error {goal.error:.3g}", goal.error, GREY)] if goal is not None and goal.error > 0 else []
+    rules = [Rule(f"error {goal.error:.3g}", goal.error, GREY)] if goal is not None and goal.error else []
     if results.exact is not None:
         rules.append(Rule("exact attention", 1000 * results.exact.forward_backward_median, BLACK, is_vertical=True))
     x, y = Axis("forward + backward (ms)", log=10), Axis("relative squared error", log=10)

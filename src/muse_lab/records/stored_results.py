@@ -86,7 +86,8 @@ class StoredResults:
         """Read what `write` wrote; raises ValueError for any other file."""
         try:
             document = parse_json(read_regular(path), finite=cls.is_finite)
-            if lacking := {"version", *as_json(cls({}, None))} - document.keys():
+            empty = as_json(cls({}, None))
+            if lacking := {"version", *(name for name in empty if empty[name] is not None)} - document.keys():
                 raise ValueError(f"there is no {', '.join(sorted(lacking))}")
             results: Self = from_json(cls, document)
             results.check()

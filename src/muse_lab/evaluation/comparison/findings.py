@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 from muse_lab.evaluation.comparison.results import ComparisonResults, Run
 from muse_lab.evaluation.fits import PowerLaw
-from muse_lab.evaluation.means import Mean
 from muse_lab.pretraining.recipes import differences
 from muse_lab.records.attention_names import EXACT, short_names
+from muse_lab.records.means import Mean
 
 SIZES_OF_A_LAW = 3
 """Sizes of models that a law needs: a power law goes through any two points."""

@@ -12,8 +12,8 @@ from muse_lab.evaluation.comparison.findings import reference_of
 from muse_lab.evaluation.comparison.results import ComparisonResults, Run
 from muse_lab.evaluation.comparison.seeds import Seeds, seeds_of
 from muse_lab.evaluation.loss.loss_report import span
-from muse_lab.evaluation.means import Mean
 from muse_lab.records.attention_names import EXACT, block_size_of, short_names
+from muse_lab.records.means import Mean
 from muse_lab.report.plots import GREY, PALETTE, Axis, Curve, Line, Rule, line_figure, shades
 from muse_lab.report.tree import Figure, Section, Table, number, text
 

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from muse_lab.evaluation.comparison.training_curves import TrainingCurves
-from muse_lab.evaluation.means import Mean
 from muse_lab.pretraining.recipes import Recipe
 from muse_lab.records.attention_names import EXACT, without_freezing
 from muse_lab.records.dataclass_json import entries
 from muse_lab.records.earlier_results import REMEDY
+from muse_lab.records.means import Mean
 from muse_lab.records.stored_results import StoredResults
 
 

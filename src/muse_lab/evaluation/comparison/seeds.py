@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from muse_lab.evaluation.comparison.findings import describe_schedule, reference_of, speedup
 from muse_lab.evaluation.comparison.results import ComparisonResults, Run
-from muse_lab.evaluation.means import Mean
 from muse_lab.pretraining.recipes import FREE, Recipe
 from muse_lab.records.attention_names import EXACT, short_names
+from muse_lab.records.means import Mean
 from muse_lab.report.tree import Table, number, shown, text
 
 ABOUT = (

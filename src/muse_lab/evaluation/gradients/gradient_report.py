@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from muse_attention.sizes import format_size
 from muse_lab.evaluation.gradients.results import GradientResults, Gradients, Products
-from muse_lab.evaluation.means import Mean
 from muse_lab.pretraining.needles.samples import BUCKETS, depth_of
 from muse_lab.records.attention_names import short_names
+from muse_lab.records.means import Mean
 from muse_lab.report.provenance import names_table, provenance_of
 from muse_lab.report.tree import Card, Report, Section, Table, number, shown, text
 

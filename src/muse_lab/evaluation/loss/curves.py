@@ -10,8 +10,8 @@ from torch import Tensor
 
 from muse_lab.evaluation.fits import Decay
 from muse_lab.evaluation.loss.positions import LossResults
-from muse_lab.evaluation.means import Mean
 from muse_lab.records.attention_names import recorded_config
+from muse_lab.records.means import Mean
 
 SHORTEST = 64
 """Smallest number of tokens to which a curve can be fitted."""

@@ -20,8 +20,8 @@ from muse_attention.fidelity.error import position_error
 from muse_attention.registry import get_attention
 from muse_lab.evaluation.loss.curves import bins_of
 from muse_lab.evaluation.loss.positions import Ending, LossResults, position_losses
-from muse_lab.evaluation.means import Mean
 from muse_lab.records.attention_names import EXACT
+from muse_lab.records.means import Mean
 from muse_lab.records.stored_results import OnStep
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from muse_lab.evaluation.loss.curves import (
 )
 from muse_lab.evaluation.loss.endings import changes, replaced
 from muse_lab.evaluation.loss.positions import LossResults
-from muse_lab.evaluation.means import Mean
 from muse_lab.records.attention_names import EXACT, in_words, recorded_config, short_names
+from muse_lab.records.means import Mean
 from muse_lab.report.plots import BLACK, SIZES, Axis, Line, line_figure
 from muse_lab.report.provenance import count, names_table, provenance_of
 from muse_lab.report.tree import Card, Figure, Note, Report, Section, Table, number, text

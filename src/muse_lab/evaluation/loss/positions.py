@@ -144,11 +144,17 @@ def measure(
     check_model(model, tokens)
     for finished, (sample, attention) in enumerate(results.missing(attentions)):
         on_step(f"{attention}, sample {sample + 1} of {len(tokens)}", finished)
-        losses = position_losses(model, tokens[sample], attention)
-        if not math.isfinite(float(losses.sum())):
-            raise ValueError(f"the loss under {attention} is not a finite number in {model.dtype}; use another dtype")
+        losses = finite_losses(model, tokens[sample], attention)
         results.losses.setdefault(attention, Losses()).add(losses)
         results.write(path)
+
+
+def finite_losses(model: PreTrainedModel, ids: Tensor, attention: str) -> Tensor:
+    """`position_losses`; raises ValueError if one is not finite."""
+    losses = position_losses(model, ids, attention)
+    if not math.isfinite(float(losses.sum())):
+        raise ValueError(f"the loss under {attention} is not a finite number in {model.dtype}; use another dtype")
+    return losses
 
 
 def position_losses(model: PreTrainedModel, ids: Tensor, attention: str, targets: Tensor | None = None) -> Tensor:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from muse_lab.evaluation.means import WILSON
 from muse_lab.evaluation.needles import panels
 from muse_lab.evaluation.needles.needle_report import PREFILL, TASK, format_difference, paper_section
 from muse_lab.evaluation.needles.results import NeedleResults
@@ -17,6 +16,7 @@ from muse_lab.evaluation.needles.statistics import Asked, Group, by_depth, diffe
 from muse_lab.pretraining.needles.samples import BUCKETS, depth_of
 from muse_lab.records.attention_names import EXACT, short_names
 from muse_lab.records.machine import machine_lines
+from muse_lab.records.means import WILSON
 from muse_lab.report.plots import Curve
 from muse_lab.report.provenance import names_table
 from muse_lab.report.tree import Figure, Note, Provenance, Report, Section, Table, number, text

@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 
 from muse_attention.sizes import format_size
-from muse_lab.evaluation.means import WILSON, Mean
 from muse_lab.evaluation.needles import panels
 from muse_lab.evaluation.needles.results import NeedleResults
 from muse_lab.evaluation.needles.statistics import (
@@ -18,6 +17,7 @@ from muse_lab.evaluation.needles.statistics import (
 )
 from muse_lab.pretraining.needles.samples import depth_of
 from muse_lab.records.attention_names import EXACT, block_size_of, short_names
+from muse_lab.records.means import WILSON, Mean
 from muse_lab.report.provenance import names_table, provenance_of
 from muse_lab.report.tree import Note, Report, Section, Table, number, shown, text
 

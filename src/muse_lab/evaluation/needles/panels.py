@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from muse_attention.sizes import format_size
-from muse_lab.evaluation.means import WILSON, Share
 from muse_lab.evaluation.needles.results import NeedleResults
 from muse_lab.evaluation.needles.statistics import (
     Asked,
@@ -22,6 +21,7 @@ from muse_lab.evaluation.needles.statistics import (
     share,
 )
 from muse_lab.pretraining.needles.samples import BUCKETS, CANDIDATES, depth_of
+from muse_lab.records.means import WILSON, Share
 from muse_lab.report.plots import Axis, Curve, coloured, heat_map, line_figure
 from muse_lab.report.tree import Card, Figure, Table, number
 

@@ -6,10 +6,10 @@ import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from muse_lab.evaluation.means import Mean, Share
 from muse_lab.evaluation.needles.results import NeedleResults, NeedleTask, Outcome
 from muse_lab.evaluation.needles.scores import Answer
 from muse_lab.pretraining.needles.samples import BUCKETS, KINDS
+from muse_lab.records.means import Mean, Share
 
 Measure = Callable[[Answer], bool]
 is_exact: Measure = operator.attrgetter("is_exact")

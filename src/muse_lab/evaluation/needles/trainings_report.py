@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
-from muse_lab.evaluation.means import Mean, Share
 from muse_lab.evaluation.needles import panels
 from muse_lab.evaluation.needles.models_report import Models
 from muse_lab.evaluation.needles.needle_report import TASK, format_difference
@@ -21,6 +20,7 @@ from muse_lab.evaluation.needles.statistics import Asked, Group, by_depth, diffe
 from muse_lab.pretraining.needles.samples import BUCKETS, depth_of
 from muse_lab.records.attention_names import EXACT
 from muse_lab.records.machine import machine_lines
+from muse_lab.records.means import Mean, Share
 from muse_lab.report.tree import Figure, Note, Provenance, Report, Section, Table, number, shown, text
 
 Trainings = Mapping[str, Models]
