@@ -260,9 +260,9 @@ FIGURES = (
         LOSSES,
         "23M parameters, finished models alone, the default: from positions 1k to 2k to the last half of the window "
         "loss falls by 0.110 to 0.127 nats at 64k (exact training 0.114 to 0.133), by 0.183 to 0.185 at 32k (0.188), "
-        "and by 0.205 to 0.213 at 32k with heads of 128 (0.217 to 0.223); three, two and three seeds. With caution "
-        "0.109 and 0.118 at 64k (0.111 and 0.117), 0.221 to 0.224 with heads of 128 (0.222 to 0.226); two and three "
-        "seeds.",
+        "and by 0.205 to 0.213 at 32k with heads of 128 (0.217 to 0.223); three, two and three seeds. With "
+        "`Q8K32T0.4B4k,caution=2` 0.109 and 0.118 at 64k (0.111 and 0.117), 0.221 to 0.224 with heads of 128 (0.222 to "
+        "0.226); two and three seeds.",
         "Bins are between powers of two; the paper does not print its bins or values.",
     ),
 )
@@ -359,7 +359,11 @@ TABLES = (
             _train("paper-s4", "head_dim=128 attention=exact", "exact-128"),
             "muse compare out/exact-128 out/muse-128 --corpus out/code",
         ),
-        ("benchmarks/pretraining/far-32k-heads-of-128/compare.md", "benchmarks/speed/cuda-far32k128-heads.md"),
+        (
+            "benchmarks/pretraining/far-32k-heads-of-128/compare.md",
+            "benchmarks/pretraining/far-32k-heads-of-128-caution/compare.md",
+            "benchmarks/speed/cuda-far32k128-heads.md",
+        ),
         "{loss} After exact training the models with four heads of 128 have a loss of 2.06, those with eight of 64 "
         "2.11.",
     ),

@@ -31,8 +31,8 @@ LOSSES = {
     "far-64k": "23M at 64k, three seeds,",
     "far-32k": "at 32k, two,",
     "far-32k-heads-of-128": "at 32k with heads of 128, three,",
-    "far-64k-caution": "with caution at 64k, two,",
-    "far-32k-heads-of-128-caution": "with caution at 32k with heads of 128, three,",
+    "far-64k-caution": "with `Q8K32T0.4B4k,caution=2` at 64k, two,",
+    "far-32k-heads-of-128-caution": "and at 32k with heads of 128, three,",
 }
 SPEEDS = {"s3-64k": "96M at 64k", "far-64k-alone": "23M at 64k", "far-32k-alone": "at 32k"}
 """Records in pretraining, and what their models are."""
@@ -144,8 +144,8 @@ def _loss_of_default() -> str:
     gaps = {about: read_gap(record) for record, about in LOSSES.items()}
     found = "; ".join(f"{about} {gap.mean:+.2f} ± {gap.standard_error:.2f}%" for about, gap in gaps.items())
     return (
-        "Loss under exact attention after training with the default, or with caution where it says so, minus that of "
-        f"exact training: {found}."
+        "Loss under exact attention after training with the default, or another configuration where named, minus that "
+        f"of exact training: {found}."
     )
 
 

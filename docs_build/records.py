@@ -19,7 +19,7 @@ RECORDS = Path(__file__).parent.parent / "benchmarks"
 DEFAULT, PAPER, MOBA, BLOCK_DIAGONAL = "MuSe, default", "MuSe, the paper's sizes", "MoBA", "block-diagonal"
 TO_THE_LETTER = "MuSe, the paper's method"
 """`muse:paper`: its sizes, its streaming clustering and its limit on the size of clusters."""
-CAUTIOUS = "MuSe, with caution"
+CAUTIOUS = "MuSe, cautious"
 CAUTIOUS_SIZES = "Q8K32T0.4B4k,caution=2.0"
 """A configuration that models were trained with beside the default, from 32k to 64k tokens."""
 DEFAULTS_OF_0_3 = {

@@ -143,7 +143,7 @@ def _figure(results: TuningResults) -> Figure:
         Line("front", _points(front(results.measured)), PALETTE[0], "o"),
     ]
     if chosen is not None and chosen.error > ROUNDING:
-        name = chosen.attention.removeprefix("muse:").partition(",")[0]
+        name = short_names(one.attention for one in results.measured)[chosen.attention]
         lines.append(Line(name, _points([chosen]), PALETTE[1], "*", "", marker_size=11))
     rules = [Rule(f"error {goal.error:.3g}", goal.error, GREY)] if goal is not None and goal.error else []
     if results.exact is not None:
