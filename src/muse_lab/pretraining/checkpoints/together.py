@@ -93,7 +93,23 @@ def load_together(targets: Mapping[str, Tensor], folder: Path, tensors: Mapping[
         raise CheckpointError(f"checkpoint {folder} cannot be loaded: {cause}") from None
 
 
-class _Writer(StorageWriter):
+class _Plain:
+    """What a writer and a reader have in common: plans stay as they are, and a checkpoint has no id."""
+
+    def reset(self, checkpoint_id: Any = None) -> None: ...
+
+    def prepare_local_plan(self, plan: Any) -> Any:
+        return plan
+
+    def prepare_global_plan(self, plans: Any) -> Any:
+        return plans
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return False
+
+
+class _Writer(_Plain, StorageWriter):
     def __init__(
         self,
         begin: Callable[[], None],
@@ -102,17 +118,9 @@ class _Writer(StorageWriter):
     ) -> None:
         self._begin, self._write, self._finish = begin, write, finish
 
-    def reset(self, checkpoint_id: Any = None) -> None: ...
-
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if is_coordinator:
             self._begin()
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         pieces = []
@@ -134,12 +142,8 @@ class _Writer(StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         self._finish([result.storage_data for rank_results in results for result in rank_results])
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        return False
 
-
-class _Reader(StorageReader):
+class _Reader(_Plain, StorageReader):
     def __init__(self, folder: Path, tensors: Mapping[str, StoredTensor]) -> None:
         self._folder = folder
         self._tensors = tensors
@@ -148,8 +152,6 @@ class _Reader(StorageReader):
             for name, tensor in tensors.items()
             for chunk in tensor.chunks
         }
-
-    def reset(self, checkpoint_id: Any = None) -> None: ...
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return Metadata(
@@ -164,12 +166,6 @@ class _Reader(StorageReader):
         )
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None: ...
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         from safetensors import safe_open
@@ -187,7 +183,3 @@ class _Reader(StorageReader):
         done: Future[None] = Future()
         done.set_result(None)
         return done
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        return False
