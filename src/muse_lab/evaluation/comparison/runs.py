@@ -25,7 +25,7 @@ from muse_lab.pretraining.recipes import Recipe
 from muse_lab.pretraining.run.folder import (
     CHECKPOINTS,
     MODEL,
-    latest_checkpoint,
+    find_checkpoint,
     open_checkpoint,
     run_corpus,
     run_device,
@@ -104,25 +104,22 @@ def _open_run(
         )
     steps = read_metrics(folder, on_refused)
     curves = _curves_of(steps, folder)
+    place: dict[str, Any] = {"device": run_device(folder), "hardware": run_hardware(folder)}
     if not needs_weights:
         if not steps:
             raise ValueError(
                 f"{folder / FILE} has no update; leave the run out, or give --samples to compare its weights"
             )
         newest = steps[-1]["step"]
-        return StoredRun(folder, name, recipe, curves, newest, is_finished=False, earlier=(), **_place_of(folder))
+        return StoredRun(folder, name, recipe, curves, newest, is_finished=False, earlier=(), **place)
     newest, is_finished = recipe.updates, (folder / MODEL).is_dir()
     if not is_finished:
-        checkpoint = latest_checkpoint(folder, recipe, corpus, on_refused)
+        checkpoint = find_checkpoint(folder, recipe, corpus, on_refused)
         if checkpoint is None:
             raise ValueError(f"the run in {folder} has neither a model nor a checkpoint yet; train it on with --resume")
         newest = checkpoint.step
     earlier = tuple(step for step in checkpoints.steps_in(folder / CHECKPOINTS) if step < newest)
-    return StoredRun(folder, name, recipe, curves, newest, is_finished, earlier, **_place_of(folder))
-
-
-def _place_of(folder: Path) -> dict[str, Any]:
-    return {"device": run_device(folder), "hardware": run_hardware(folder)}
+    return StoredRun(folder, name, recipe, curves, newest, is_finished, earlier, **place)
 
 
 def _curves_of(steps: Sequence[Mapping[str, Any]], folder: Path) -> TrainingCurves:

@@ -141,6 +141,7 @@ def find_checkpoint(
     """The checkpoint from which the run in a folder continues; None to start from the beginning.
 
     Args:
+        on_refused: told why checkpoints are not good
         falls_back: leave out the newest good one, if there is another
         world: ranks that share the work of verifying. Collective: every rank must call it.
     """
@@ -148,32 +149,15 @@ def find_checkpoint(
         document = _read_run(output)
         if has_learnt(output):
             _check_same(document, output / RUN, recipe, corpus)
-    newest = latest_checkpoint(output, recipe, corpus, on_refused, world=world)
+    check = functools.partial(_check_is_of, recipe=recipe, corpus=corpus)
+    find = functools.partial(checkpoints.latest_good, output / CHECKPOINTS, on_refused, check, world=world)
+    newest = find()
     if newest is None or not falls_back or newest.step == min(checkpoints.steps_in(output / CHECKPOINTS)):
         return newest
     try:
-        return latest_checkpoint(output, recipe, corpus, on_refused, before=newest.step, world=world)
+        return find(before=newest.step)
     except CheckpointError:  # none before it is whole
         return newest
-
-
-def latest_checkpoint(
-    output: Path,
-    recipe: Recipe,
-    corpus: Corpus,
-    on_refused: Callable[[str], None],
-    *,
-    before: int | None = None,
-    world: World | None = None,
-) -> checkpoints.Checkpoint | None:
-    """The newest good checkpoint of the run in a folder, or None; `on_refused` is told why others are not good.
-
-    Args:
-        before: only checkpoints before this step
-        world: ranks that share the work of verifying. Collective: every rank must call it.
-    """
-    check = functools.partial(_check_is_of, recipe=recipe, corpus=corpus)
-    return checkpoints.latest_good(output / CHECKPOINTS, on_refused, check, before=before, world=world)
 
 
 def state_of(checkpoint: checkpoints.Checkpoint | None) -> RunState:
