@@ -88,21 +88,11 @@ def settings_line(settings: BenchmarkSettings) -> str:
     if settings.captures is not None:
         kind = f"queries, keys and values of {settings.captures}"
     attention = "causal" if settings.causal else "full"
-    return (
-        f"{kind}, {attention} attention, {_batch(settings)}, {_heads(settings)}, {settings.dtype}, "
-        f"seed {settings.seed}, on {settings.device}"
-    )
-
-
-def _batch(settings: BenchmarkSettings) -> str:
-    return "the batch that the table says" if "batch" in _varied(settings) else f"batch {settings.batch}"
-
-
-def _heads(settings: BenchmarkSettings) -> str:
-    varied = _varied(settings)
+    varied = () if settings.sweep is None else find_sweep(settings.sweep).varied_in_shape
+    batch = "the batch that the table says" if "batch" in varied else f"batch {settings.batch}"
     heads = "as many heads as the table says" if "heads" in varied else format_heads(settings.heads, settings.key_heads)
-    return f"{heads} of {'the dimension that the table says' if 'head_dim' in varied else settings.head_dim}"
-
-
-def _varied(settings: BenchmarkSettings) -> tuple[str, ...]:
-    return () if settings.sweep is None else find_sweep(settings.sweep).varied_in_shape
+    head_dim = "the dimension that the table says" if "head_dim" in varied else settings.head_dim
+    return (
+        f"{kind}, {attention} attention, {batch}, {heads} of {head_dim}, {settings.dtype}, seed {settings.seed}, on "
+        f"{settings.device}"
+    )

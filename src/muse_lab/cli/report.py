@@ -166,19 +166,15 @@ def _reason(error: Exception) -> str:
 
 
 def _write_contents(folder: Path, inside: list[_Reported]) -> None:
-    comparisons = _compare_needles(inside)
+    """Compare the models that were asked for needles, and write the links to all reports."""
+    needles: dict[Path, dict[str, Any]] = {}
+    for done in inside:
+        if done.kind is _NEEDLES:
+            needles.setdefault(done.path.parent, {})[done.path.stem] = done.results
+    comparisons = write_needle_comparisons(needles)
     check_replaceable([folder / CONTENTS])
     replace_file(folder / CONTENTS, _contents(folder, inside, comparisons))
     typer.echo(f"wrote {folder / CONTENTS}")
-
-
-def _compare_needles(reported: list[_Reported]) -> dict[Path, str]:
-    """The pages that compare the models of each folder, or of folders side by side, and their headlines."""
-    folders: dict[Path, dict[str, Any]] = {}
-    for done in reported:
-        if done.kind is _NEEDLES:
-            folders.setdefault(done.path.parent, {})[done.path.stem] = done.results
-    return write_needle_comparisons(folders)
 
 
 def _contents(folder: Path, reported: list[_Reported], comparisons: dict[Path, str]) -> str:

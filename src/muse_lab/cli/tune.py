@@ -27,7 +27,7 @@ from muse_lab.cli.app import RepeatCaptures, app, busy, make_folder, user_errors
 from muse_lab.cli.language_model import Model, Text, load_quietly, name_of
 from muse_lab.cli.measuring import Measurement, ModelRun, show
 from muse_lab.cli.options import Words, attentions, flag, option, with_option_groups
-from muse_lab.evaluation.loss.cost import Cost, cost_on
+from muse_lab.evaluation.loss.positions import Cost, cost_on
 from muse_lab.evaluation.settings import check_context, describe_model, longest_context
 from muse_lab.evaluation.texts import describe_texts, read_samples
 from muse_lab.models import DEFAULT_MODEL

@@ -34,10 +34,7 @@ def read_samples(tokenizer: PreTrainedTokenizerBase, paths: Sequence[Path], leng
     Files are read one after another, and cut without regard to where one ends. Every sample begins as the tokenizer
     begins a text.
     """
-    if length < 2 or number < 1:
-        raise ValueError(f"cannot measure {number} samples of {length} tokens; use at least 1 sample of 2 tokens")
-    begin: list[int] = tokenizer("").input_ids
-    fresh = length - len(begin)
+    begin, fresh = _beginning(tokenizer, length, number)
     tokens: list[int] = []
     for _, text in read_texts(paths):
         tokens += tokenizer(text, add_special_tokens=False, verbose=False).input_ids
@@ -54,10 +51,7 @@ def read_samples(tokenizer: PreTrainedTokenizerBase, paths: Sequence[Path], leng
 
 def read_samples_inside(tokenizer: PreTrainedTokenizerBase, paths: Sequence[Path], length: int, number: int) -> Samples:
     """Samples that are each inside one file: the first of every file that is long enough, then the second."""
-    if length < 2 or number < 1:
-        raise ValueError(f"cannot measure {number} samples of {length} tokens; use at least 1 sample of 2 tokens")
-    begin: list[int] = tokenizer("").input_ids
-    fresh = length - len(begin)
+    begin, fresh = _beginning(tokenizer, length, number)
     chunks: list[tuple[int, list[int]]] = []
     """where each begins in its file, and its tokens"""
     for _, text in read_texts(paths):
@@ -72,6 +66,14 @@ def read_samples_inside(tokenizer: PreTrainedTokenizerBase, paths: Sequence[Path
             "more or longer files, fewer samples or a smaller length"
         )
     return Samples(torch.tensor(samples), f"{describe_texts(paths)}, each sample inside one file")
+
+
+def _beginning(tokenizer: PreTrainedTokenizerBase, length: int, number: int) -> tuple[list[int], int]:
+    """The tokens with which every sample begins, and how many tokens of a text follow them in a sample."""
+    if length < 2 or number < 1:
+        raise ValueError(f"cannot measure {number} samples of {length} tokens; use at least 1 sample of 2 tokens")
+    begin: list[int] = tokenizer("").input_ids
+    return begin, length - len(begin)
 
 
 def read_texts(paths: Sequence[Path]) -> Iterator[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""The loss of a model at every position of long texts, under one attention after another.
+"""The loss of a model at every position of long texts, under one attention after another, and what each costs in loss.
 
 The results are one JSON file, replaced after every sample of every attention, so that an interrupted run goes on where
 it stopped.
@@ -6,8 +6,9 @@ it stopped.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,7 +20,9 @@ from torch.nn.functional import cross_entropy
 from muse_attention.config import MuSeConfig
 from muse_attention.core.precision import compute_dtype
 from muse_lab.evaluation.settings import TextSettings
+from muse_lab.records.attention_names import EXACT
 from muse_lab.records.dataclass_json import entries
+from muse_lab.records.means import Mean
 from muse_lab.records.stored_results import OnStep, StoredResults
 
 if TYPE_CHECKING:
@@ -28,6 +31,8 @@ if TYPE_CHECKING:
 _POSITIONS_AT_ONCE = 512
 """Positions whose logits are in memory at the same time."""
 _TOKENS_CHECKED = 16
+Cost = Callable[[str], Mean]
+"""The cost of an attention by name: the loss under it minus that under exact attention, in nats."""
 
 
 @dataclass(frozen=True)
@@ -147,6 +152,20 @@ def measure(
         losses = finite_losses(model, tokens[sample], attention)
         results.losses.setdefault(attention, Losses()).add(losses)
         results.write(path)
+
+
+def cost_on(model: PreTrainedModel, tokens: Tensor) -> Cost:
+    """The costs on (samples, length) tokens.
+
+    Exact attention is measured once, at the first call. Raises ValueError if the loss cannot be measured.
+    """
+    check_model(model, tokens)
+
+    @functools.cache
+    def losses(attention: str) -> list[float]:
+        return [float(finite_losses(model, ids, attention).mean()) for ids in tokens]
+
+    return lambda attention: Mean.of_differences(losses(attention), losses(EXACT))
 
 
 def finite_losses(model: PreTrainedModel, ids: Tensor, attention: str) -> Tensor:

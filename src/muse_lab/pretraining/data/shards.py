@@ -94,7 +94,8 @@ class StreamWriter:
         self._index.write(f"{json.dumps(asdict(document), ensure_ascii=False)}\n".encode())
         self._documents += 1
         while len(tokens):
-            self._shard = self._shard or _OpenFile(self._shard_path())
+            name = f"{self._split}-{format_size(self._bucket)}-{len(self._shards):05}.tokens"
+            self._shard = self._shard or _OpenFile(self._folder / name)
             fitting = tokens[: self._tokens_per_shard - self._tokens % self._tokens_per_shard]
             self._shard.write(fitting.astype(self._dtype).tobytes())
             self._tokens += len(fitting)
@@ -113,9 +114,6 @@ class StreamWriter:
         for file in (self._index, self._shard):
             if file is not None:
                 file.close()
-
-    def _shard_path(self) -> Path:
-        return self._folder / f"{self._split}-{format_size(self._bucket)}-{len(self._shards):05}.tokens"
 
     def _finish_shard(self) -> None:
         if self._shard is not None:

@@ -23,8 +23,8 @@ NEAR = 256
 @torch.no_grad()
 def answer_losses(
     model: PreTrainedModel, documents: Iterable[tuple[Tensor, Tensor]], sequence: DeviceMesh | None = None
-) -> dict[str, tuple[Tensor, Tensor]]:
-    """The summed loss of answer tokens, under the model's own attention, and their number, by kind.
+) -> dict[str, Tensor]:
+    """The summed loss of answer tokens, under the model's own attention, and their number, (2), by kind.
 
     Kinds are all answers, first tokens of uids, later tokens of uids, and answers by distance.
 
@@ -33,7 +33,7 @@ def answer_losses(
             tokens that are no answers
         sequence: the ranks that share each document; each has the answers in its part
     """
-    total: dict[str, tuple[Tensor, Tensor]] = {}
+    total: dict[str, Tensor] = {}
     for document, distances in documents:
         tokens, back = document.to(model.device), distances.to(model.device)
         is_first = (back > 0) & ~pad(back[:-1] > 0, (1, 0))
@@ -42,9 +42,9 @@ def answer_losses(
         logits = model(tokens[None, :-1], use_cache=False, logits_to_keep=places).logits[0]
         losses = cross_entropy(logits.float(), targets[places], reduction="none")
         for name, are_counted in _kinds(back[places], is_first[places], len(document)).items():
-            summed, number = (losses * are_counted).sum(), are_counted.sum()
-            before = total.get(name, (torch.zeros_like(summed), torch.zeros_like(number)))
-            total[name] = (before[0] + summed, before[1] + number)
+            summed = (losses * are_counted).sum()
+            own = torch.stack([summed, are_counted.sum().to(summed)])
+            total[name] = total[name] + own if name in total else own
     return total
 
 

@@ -66,8 +66,7 @@ class Probe:
     def _answers(self) -> dict[str, float]:
         """The loss by kind, without kinds that no document has."""
         losses = answer_losses(self.model, self.documents, self.world.sequence)
-        numbers = torch.stack([torch.stack([loss.double(), number.double()]) for loss, number in losses.values()])
-        means = self.world.mean(numbers).tolist()
+        means = self.world.mean(torch.stack(list(losses.values())).double()).tolist()
         return {name: summed / number for name, (summed, number) in zip(losses, means, strict=True) if number}
 
     def _mean(self, measures: dict[str, float]) -> dict[str, float]:
