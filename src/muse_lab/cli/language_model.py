@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -18,10 +18,7 @@ from muse_lab.cli.app import busy, say
 from muse_lab.cli.options import flag, option
 from muse_lab.evaluation.settings import TextSettings, check_context, describe_model, take_fingerprint
 from muse_lab.evaluation.texts import describe_texts, read_samples, read_samples_inside
-from muse_lab.models import DEFAULT_MODEL, load_model
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from muse_lab.models import DEFAULT_MODEL, PreTrainedModel, PreTrainedTokenizerBase, load_model
 
 Model = Annotated[
     str,

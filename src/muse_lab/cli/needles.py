@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -36,18 +36,14 @@ from muse_lab.evaluation.needles.results import (
 )
 from muse_lab.evaluation.settings import check_context
 from muse_lab.evaluation.texts import describe_texts, read_texts
-from muse_lab.models import DEFAULT_MODEL
+from muse_lab.models import DEFAULT_MODEL, PreTrainedModel, PreTrainedTokenizerBase
 from muse_lab.pretraining.data.corpus import HELD_OUT, read_corpus
-from muse_lab.pretraining.data.tokenizer import read_tokenizer
+from muse_lab.pretraining.data.tokenizer import Tokenizer, read_tokenizer
 from muse_lab.pretraining.needles.haystacks import CorpusHaystack, Haystack, TextHaystack, check_enough
 from muse_lab.pretraining.needles.samples import KINDS, NeedleSamples, check_kind
 from muse_lab.pretraining.needles.writer import VERSION
 from muse_lab.records.stored_results import OnStep
 from muse_lab.report.tree import Report, Table
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _TEXT_TOKENS = 2**20
 """Tokens of a haystack of texts, unless four times the longest context is more."""

@@ -10,7 +10,7 @@ import shlex
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -31,10 +31,8 @@ from muse_lab.cli.app import (
 from muse_lab.cli.language_model import Place, short_warnings
 from muse_lab.cli.options import flag, option, with_option_groups
 from muse_lab.pretraining.data.corpus import Corpus, read_corpus
+from muse_lab.pretraining.monitoring.metrics import Step
 from muse_lab.pretraining.recipes import GOES_ON_FROM, RECIPES, Recipe, field_meanings, get_recipe, override
-
-if TYPE_CHECKING:
-    from muse_lab.pretraining.monitoring.metrics import Step
 
 _SMOOTHING = 0.9
 _LESS_MEMORY = ("micro_batch=1", "recompute=true")

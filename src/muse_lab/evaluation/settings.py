@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from muse_attention.sizes import format_size
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+from muse_lab.models import PreTrainedModel
 
 _FINGERPRINT_WEIGHTS = 64
 """Weights of every tensor that are in the fingerprint of a model."""

@@ -7,13 +7,11 @@ import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from muse_lab.models import PreTrainedTokenizerBase
 
 _SUFFIXES = (".py", ".txt", ".md")
 """Files of a folder that are read."""

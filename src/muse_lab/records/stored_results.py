@@ -14,7 +14,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import Any, ClassVar, Self
+
+from torch import Tensor
 
 from muse_lab.records.attention_names import recorded_config
 from muse_lab.records.dataclass_json import as_json, from_json
@@ -23,9 +25,6 @@ from muse_lab.records.files import replace_file
 from muse_lab.records.machine import describe_machine
 from muse_lab.records.regular_files import read_regular
 from muse_lab.records.strict_json import parse_json
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 OnStep = Callable[[str, int], None]
 """Called with the step that begins, in words, and the number of finished steps."""

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from muse_lab.evaluation.comparison.training_curves import TrainingCurves
 from muse_lab.models import load_model
@@ -32,9 +33,6 @@ from muse_lab.pretraining.run.folder import (
     run_hardware,
     run_recipe,
 )
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)

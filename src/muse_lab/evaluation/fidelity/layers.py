@@ -9,7 +9,7 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,12 +20,10 @@ from muse_attention.fidelity.error import measure as measure_fidelity
 from muse_attention.fidelity.gradients import ExactGradients, measure_gradients
 from muse_attention.registry import get_attention
 from muse_lab.evaluation.settings import TextSettings
+from muse_lab.models import PreTrainedModel
 from muse_lab.records.dataclass_json import entries
 from muse_lab.records.stored_results import OnStep, StoredResults, rounded
 from muse_lab.report.fidelity_columns import COLUMNS, GRADIENTS
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 _DIGITS = 6
 

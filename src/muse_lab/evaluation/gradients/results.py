@@ -10,7 +10,6 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,12 +17,10 @@ from torch.nn.functional import cross_entropy
 
 from muse_attention.core.precision import compute_dtype
 from muse_lab.evaluation.needles.results import MeasuredSamples, NeedleTask, by_task, measure_samples
+from muse_lab.models import PreTrainedModel
 from muse_lab.pretraining.needles.samples import NeedleSamples, Sample
 from muse_lab.records.attention_names import EXACT
 from muse_lab.records.stored_results import OnStep
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 _QUERIES_AND_KEYS = ("q_proj", "k_proj")
 """Parts of the names of weights that make queries and keys; models that name them otherwise have none."""

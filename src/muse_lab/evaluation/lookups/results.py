@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,11 +16,9 @@ from torch import Tensor
 from muse_attention.fidelity.lookups import Lookup, look_up
 from muse_attention.registry import get_attention
 from muse_lab.evaluation.needles.results import MeasuredSamples, NeedleTask, by_task, measure_samples
+from muse_lab.models import PreTrainedModel
 from muse_lab.pretraining.needles.samples import NeedleSamples, Sample
 from muse_lab.records.stored_results import OnStep, rounded
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 _DIGITS = 4
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,12 +20,10 @@ from muse_attention.fidelity.error import position_error
 from muse_attention.registry import get_attention
 from muse_lab.evaluation.loss.curves import bins_of
 from muse_lab.evaluation.loss.positions import Ending, LossResults, position_losses
+from muse_lab.models import PreTrainedModel
 from muse_lab.records.attention_names import EXACT
 from muse_lab.records.means import Mean
 from muse_lab.records.stored_results import OnStep
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 
 class Change(NamedTuple):

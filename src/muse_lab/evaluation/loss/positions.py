@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,13 +19,11 @@ from torch.nn.functional import cross_entropy
 from muse_attention.config import MuSeConfig
 from muse_attention.core.precision import compute_dtype
 from muse_lab.evaluation.settings import TextSettings
+from muse_lab.models import PreTrainedModel
 from muse_lab.records.attention_names import EXACT
 from muse_lab.records.dataclass_json import entries
 from muse_lab.records.means import Mean
 from muse_lab.records.stored_results import OnStep, StoredResults
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 _POSITIONS_AT_ONCE = 512
 """Positions whose logits are in memory at the same time."""

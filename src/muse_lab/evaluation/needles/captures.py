@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
 from muse_lab.evaluation.texts import Samples, describe_texts, read_texts
+from muse_lab.models import PreTrainedTokenizerBase
+from muse_lab.pretraining.data.tokenizer import Tokenizer
 from muse_lab.pretraining.needles.haystacks import TextHaystack
 from muse_lab.pretraining.needles.samples import BUCKETS, NeedleSamples
 from muse_lab.records.captured_heads import LookupAt
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
-    from transformers import PreTrainedTokenizerBase
 
 KIND = "single"
 _HAYSTACK = 4

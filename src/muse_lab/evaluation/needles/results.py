@@ -10,17 +10,15 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from muse_lab.evaluation.needles.scores import Answer, answer
+from muse_lab.models import PreTrainedModel, PreTrainedTokenizerBase
 from muse_lab.pretraining.needles.samples import BUCKETS, KINDS, NeedleSamples, Sample, check_kind
 from muse_lab.records.dataclass_json import entries
 from muse_lab.records.stored_results import OnStep, StoredResults
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from muse_attention.core.precision import compute_dtype
+from muse_lab.models import PreTrainedModel, PreTrainedTokenizerBase
 from muse_lab.pretraining.needles.samples import Question, Sample
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
     from transformers.cache_utils import DynamicCache
 
 _CACHED_AT_ONCE = 2**17

@@ -20,7 +20,9 @@ from muse_lab.pretraining.data.corpus_documents import END_MARK, FILE_MARK, MARK
 from muse_lab.records.regular_files import read_regular
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+    from tokenizers import Tokenizer as Tokenizer
+else:  # in annotations alone: the library is not always installed
+    Tokenizer = Any
 
 SMALLEST_VOCABULARY = 256 + len(MARKS)
 _OTHER_END_MARK = "<|endoftext|>"

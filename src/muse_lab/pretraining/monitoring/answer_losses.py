@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import cross_entropy, pad
+from transformers import PreTrainedModel
 
 from muse_lab.pretraining.model.sequence_parts import own_part
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 ALL = "all"
 NEAR = 256

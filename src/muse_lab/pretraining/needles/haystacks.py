@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,10 +16,7 @@ from numpy.typing import NDArray
 from muse_lab.pretraining.data.corpus import Corpus
 from muse_lab.pretraining.data.corpus_documents import FILE_MARK, REPOSITORY_MARK
 from muse_lab.pretraining.data.shards import Stream
-from muse_lab.pretraining.data.tokenizer import for_plain_text, read_tokenizer
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+from muse_lab.pretraining.data.tokenizer import Tokenizer, for_plain_text, read_tokenizer
 
 Tokens = NDArray[np.int64]
 

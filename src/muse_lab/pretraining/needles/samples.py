@@ -17,15 +17,12 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from muse_lab.pretraining.data.tokenizer import Tokenizer
 from muse_lab.pretraining.needles.haystacks import Haystack, Tokens, bury, check_enough
 from muse_lab.pretraining.needles.writer import EVALUATION, Needle, NeedleWriter, occurrences
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
 
 BUCKETS = 9
 CANDIDATES = 8

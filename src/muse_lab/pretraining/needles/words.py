@@ -6,10 +6,7 @@ comes next.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+from muse_lab.pretraining.data.tokenizer import Tokenizer
 
 ENOUGH = 100
 """Minimum number of words of one token: fewer make too few names."""

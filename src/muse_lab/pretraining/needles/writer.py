@@ -28,16 +28,14 @@ import hashlib
 import random
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from muse_lab.pretraining.data.corpus_documents import REPOSITORY_MARK
+from muse_lab.pretraining.data.tokenizer import Tokenizer
 from muse_lab.pretraining.needles.haystacks import Tokens, file_mark
 from muse_lab.pretraining.needles.words import words_for
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
 
 TRAINING, EVALUATION = "training", "evaluation"
 PACKAGE = "toolbox"
