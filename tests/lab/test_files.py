@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from muse_lab.records.files import alone_in, new_folder, remove_folder, replace_file
-from muse_lab.records.regular_files import open_regular, read_regular
+from muse_lab.records.untrusted import open_regular, read_regular
 
 HOUR = 3600.0
 

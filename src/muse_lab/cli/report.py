@@ -33,8 +33,7 @@ from muse_lab.evaluation.needles.needle_report import needle_report
 from muse_lab.evaluation.needles.results import NeedleResults
 from muse_lab.records.files import replace_file
 from muse_lab.records.machine import machine_lines
-from muse_lab.records.regular_files import read_regular
-from muse_lab.records.strict_json import parse_json
+from muse_lab.records.untrusted import parse_json, read_regular
 from muse_lab.report.files import check_replaceable
 from muse_lab.report.html import as_html
 from muse_lab.report.tree import Link, Provenance, Report, Section

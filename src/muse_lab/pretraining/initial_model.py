@@ -17,7 +17,7 @@ from muse_lab.pretraining.data.corpus import Corpus
 from muse_lab.pretraining.model.configuration import DecoderConfig
 from muse_lab.pretraining.model.decoder import DecoderForCausalLM
 from muse_lab.pretraining.recipes import Recipe
-from muse_lab.records.regular_files import open_regular, read_regular
+from muse_lab.records.untrusted import open_regular, read_regular
 
 WEIGHTS, TOKENIZER = "model.safetensors", "tokenizer.json"
 """Files in the folder of a model."""

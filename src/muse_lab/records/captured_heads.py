@@ -18,7 +18,7 @@ from torch import Tensor
 
 from muse_lab.records.dataclass_json import from_json
 from muse_lab.records.eight_bits import EightBits, restore, round_to_eight_bits
-from muse_lab.records.strict_json import parse_json
+from muse_lab.records.untrusted import parse_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -23,8 +23,7 @@ from muse_lab.records.dataclass_json import as_json, from_json
 from muse_lab.records.earlier_results import REMEDY_BY_NAME, find_earlier
 from muse_lab.records.files import replace_file
 from muse_lab.records.machine import describe_machine
-from muse_lab.records.regular_files import read_regular
-from muse_lab.records.strict_json import parse_json
+from muse_lab.records.untrusted import read_json
 
 OnStep = Callable[[str, int], None]
 """Called with the step that begins, in words, and the number of finished steps."""
@@ -84,7 +83,7 @@ class StoredResults:
     def read(cls, path: Path) -> Self:
         """Read what `write` wrote; raises ValueError for any other file."""
         try:
-            document = parse_json(read_regular(path), finite=cls.is_finite)
+            document = read_json(path, finite=cls.is_finite)
             empty = as_json(cls({}, None))
             if lacking := {"version", *(name for name in empty if empty[name] is not None)} - document.keys():
                 raise ValueError(f"there is no {', '.join(sorted(lacking))}")

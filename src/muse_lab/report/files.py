@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from muse_lab.records.files import replace_file
-from muse_lab.records.regular_files import read_regular
+from muse_lab.records.untrusted import read_regular
 from muse_lab.report.html import SIGN as HTML_SIGN
 from muse_lab.report.html import as_html
 from muse_lab.report.markdown import SIGN as MARKDOWN_SIGN

@@ -22,8 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 from muse_lab.records.dataclass_json import from_json
-from muse_lab.records.regular_files import read_regular
-from muse_lab.records.strict_json import parse_json
+from muse_lab.records.untrusted import read_json
 
 MANIFEST = "manifest.json"
 _FORMAT = 1
@@ -137,7 +136,7 @@ def read_manifest(path: Path, step: int) -> Manifest:
     """The manifest of the checkpoint in `path`; raises CheckpointError if it is not the one written for this step."""
     try:
         check_is_inside(path, MANIFEST)
-        document = parse_json(read_regular(path / MANIFEST, LARGEST_MANIFEST))
+        document = read_json(path / MANIFEST, LARGEST_MANIFEST)
         claimed = document.pop("sha256")
         files = from_json(tuple[StoredFile, ...], document["files"])
         if _own_hash(document) != claimed or document["format"] != _FORMAT:

@@ -52,8 +52,7 @@ from muse_lab.records.files import (
     replace_folder,
     sync,
 )
-from muse_lab.records.regular_files import read_regular
-from muse_lab.records.strict_json import parse_json
+from muse_lab.records.untrusted import read_json
 
 _NAME = re.compile(r"step-([0-9]{8,})")
 _UNFINISHED_NAME = re.compile(rf"{_NAME.pattern}(\.old)?\.tmp")
@@ -246,7 +245,7 @@ def read_tensors(checkpoint: Checkpoint, prefix: str = "") -> Iterator[tuple[str
 def _is_until_next(path: Path) -> bool:
     """Whether a checkpoint is temporary; False if it cannot be read."""
     try:
-        return parse_json(read_regular(path / MANIFEST, LARGEST_MANIFEST))["about"].get(UNTIL_NEXT) is True
+        return read_json(path / MANIFEST, LARGEST_MANIFEST)["about"].get(UNTIL_NEXT) is True
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
 

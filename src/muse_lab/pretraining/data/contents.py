@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from muse_lab.pretraining.data.repositories import SkippedFileError
-from muse_lab.records.regular_files import open_regular
+from muse_lab.records.untrusted import open_regular
 
 Fetch = Callable[[str], bytes]
 """Returns the content of a blob by its id; raises SkippedFileError if there is none."""

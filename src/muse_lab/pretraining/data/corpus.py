@@ -24,8 +24,7 @@ from muse_lab.pretraining.data.shards import (
 )
 from muse_lab.records.dataclass_json import from_json
 from muse_lab.records.files import replace_file
-from muse_lab.records.regular_files import read_regular
-from muse_lab.records.strict_json import parse_json
+from muse_lab.records.untrusted import parse_json, read_regular
 
 MANIFEST = "manifest.json"
 TRAIN, HELD_OUT = "train", "held-out"

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from muse_attention.sizes import format_size
 from muse_lab.records.files import errors_naming
-from muse_lab.records.regular_files import LARGEST, open_regular, stat_regular
+from muse_lab.records.untrusted import LARGEST, open_regular, stat_regular
 
 TOKENS_PER_SHARD = 2**27
 DTYPES = ("uint16", "uint32")

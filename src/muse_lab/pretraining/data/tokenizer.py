@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from muse_attention.core.extras import how_to_install
 from muse_lab.pretraining.data.corpus_documents import END_MARK, FILE_MARK, MARKS, REPOSITORY_MARK, Document
-from muse_lab.records.regular_files import read_regular
+from muse_lab.records.untrusted import read_regular
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Tokenizer

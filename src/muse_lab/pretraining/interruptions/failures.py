@@ -15,8 +15,7 @@ from pathlib import Path
 
 from muse_lab.records.dataclass_json import from_json
 from muse_lab.records.files import errors_naming, replace_file
-from muse_lab.records.regular_files import read_regular
-from muse_lab.records.strict_json import parse_json
+from muse_lab.records.untrusted import read_json
 
 FILE = "failures.json"
 _TWICE = 2
@@ -63,7 +62,7 @@ class Failures:
 def read_failures(output: Path) -> Failures | None:
     """The recorded failures; None if there were none, or if the file cannot be read."""
     try:
-        failures: Failures = from_json(Failures, parse_json(read_regular(output / FILE)))
+        failures: Failures = from_json(Failures, read_json(output / FILE))
     except (OSError, ValueError, TypeError):
         return None
     return failures

@@ -11,7 +11,7 @@ from typing import Any
 
 from muse_attention.core.extras import how_to_install
 from muse_lab.records.files import replace_file
-from muse_lab.records.regular_files import read_regular
+from muse_lab.records.untrusted import read_regular
 
 TENSORBOARD, WANDB, WANDB_ID = "tensorboard", "wandb", "wandb-id.txt"
 """Names in the folder of a run."""

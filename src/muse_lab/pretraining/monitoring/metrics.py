@@ -11,8 +11,7 @@ from typing import Any
 
 from muse_lab.pretraining.monitoring.boards import Boards
 from muse_lab.records.files import errors_naming, replace_file, sync
-from muse_lab.records.regular_files import read_regular
-from muse_lab.records.strict_json import parse_json
+from muse_lab.records.untrusted import parse_json, read_regular
 
 FILE = "metrics.jsonl"
 LARGEST_METRICS = 2**30

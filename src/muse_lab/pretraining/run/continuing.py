@@ -26,7 +26,7 @@ from muse_lab.pretraining.parallel import World
 from muse_lab.pretraining.recipes import FREE, Recipe, override
 from muse_lab.pretraining.run.folder import CHECKPOINTS, MODEL, has_learnt, open_checkpoint, run_recipe
 from muse_lab.records.files import errors_naming, replace_file
-from muse_lab.records.regular_files import read_regular
+from muse_lab.records.untrusted import read_regular
 
 _ATTENTION, _TOKENS, _STEPS = "attention", "tokens", "steps"
 _MILLIONS = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)([MB])")

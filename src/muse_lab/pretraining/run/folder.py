@@ -38,8 +38,7 @@ from muse_lab.pretraining.recipes import Recipe, differences, read_recipe
 from muse_lab.pretraining.run.state import RunState, read_state
 from muse_lab.records.files import alone_in, errors_naming, remove_folder, replace_file
 from muse_lab.records.machine import device_name
-from muse_lab.records.regular_files import read_regular
-from muse_lab.records.strict_json import parse_json
+from muse_lab.records.untrusted import read_json
 
 RUN, CHECKPOINTS, MODEL = "run.json", "checkpoints", "model"
 _FOLDERS = (MODEL, CHECKPOINTS, TENSORBOARD, WANDB)
@@ -235,7 +234,7 @@ def describe_last_good(folder: Path) -> str:
 def _read_run(output: Path) -> dict[str, Any]:
     path = output / RUN
     try:
-        document = parse_json(read_regular(path))
+        document = read_json(path)
     except OSError as error:
         raise ValueError(f"there is no run in {output}: {path}: {error.strerror}") from None
     except ValueError:
