@@ -17,6 +17,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, Self
@@ -62,7 +63,7 @@ class Saver:
     def __post_init__(self) -> None:
         """Collective: every rank must call it."""
         self._saved_at = time.monotonic()
-        self._in_flight: _BackgroundTask | None = None
+        self._in_flight: Future[None] | None = None
         # A separate group: the thread exchanges plans while the run exchanges gradients.
         self._group = None if self.world.mesh is None else dist.new_group(backend="gloo")
 
@@ -73,7 +74,7 @@ class Saver:
 
     def has_failed(self) -> bool:
         """Whether the write in flight has failed."""
-        return self._in_flight is not None and self._in_flight.has_failed
+        return self._in_flight is not None and self._in_flight.done() and self._in_flight.exception() is not None
 
     def check_room(self, parameters: int) -> None:
         """Raise an OSError if there is no room for one checkpoint. Collective: every rank must call it.
@@ -104,13 +105,13 @@ class Saver:
         notes = {"state": state.to_document(), checkpoints.UNTIL_NEXT: until_next}
         about = {**self.about, **{name: note for name, note in notes.items() if note}}
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-        self._in_flight = _BackgroundTask(self._prepare(step, tensors, about, size), f"save step {step}")
+        self._in_flight = _in_background(self._prepare(step, tensors, about, size), f"save step {step}")
         self.newest = step
         self._saved_at = time.monotonic()
 
     def wait(self) -> None:
         """Return when no write is in flight; raises the error of the one that was."""
-        error = None if self._in_flight is None else self._in_flight.wait()
+        error = None if self._in_flight is None else self._in_flight.exception()
         self._in_flight = None
         if error is not None:
             raise self._as_own(error) from error
@@ -123,7 +124,7 @@ class Saver:
     def describe_last_good(self) -> str:
         """The newest checkpoint that is whole, in words, when no write is in flight."""
         if self._in_flight is not None:
-            self._in_flight.wait(_PATIENCE)
+            wait([self._in_flight], _PATIENCE)
         return describe_last_good(self.folder)
 
     def __enter__(self) -> Self:
@@ -134,7 +135,7 @@ class Saver:
             self.wait()
         elif not isinstance(error, Stopped) and self._in_flight is not None:
             # The error that ends the run is reported, not that of a write. A lost rank may never write its part.
-            self._in_flight.wait(None if self._group is None else _PATIENCE)
+            wait([self._in_flight], None if self._group is None else _PATIENCE)
 
     def _prepare(
         self, step: int, tensors: Mapping[str, Tensor], about: dict[str, Any], size: int
@@ -199,29 +200,20 @@ class Saver:
         return TrainingError(f"another rank cannot write its checkpoint; {describe_last_good(self.folder)}")
 
 
-class _BackgroundTask:
-    """A task that runs while training goes on. Its thread ends with the process: what it writes is whole or absent."""
+def _in_background(action: Callable[[], None], name: str) -> Future[None]:
+    """Run an action while training goes on. Its thread ends with the process: what it writes is whole or absent."""
+    done: Future[None] = Future()
 
-    def __init__(self, action: Callable[[], None], name: str) -> None:
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, args=(action,), name=name, daemon=True)
-        self._thread.start()
-
-    @property
-    def has_failed(self) -> bool:
-        return self._error is not None
-
-    def wait(self, seconds: float | None = None) -> BaseException | None:
-        """Return the error that it raised when it is done, or after `seconds`."""
-        self._thread.join(seconds)
-        return self._error
-
-    def _run(self, action: Callable[[], None]) -> None:
-        """What the action holds, such as copies of tensors, is freed with the thread."""
+    def run() -> None:
         try:
             action()
         except BaseException as error:  # torch.distributed.checkpoint raises one that is no Exception
-            self._error = error
+            done.set_exception(error)
+        else:
+            done.set_result(None)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return done
 
 
 def _check_room(folder: Path, size: int) -> None:
