@@ -7,7 +7,6 @@ The results are one JSON file, replaced after every configuration, so that an in
 from __future__ import annotations
 
 import itertools
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -26,7 +25,7 @@ from muse_lab.benchmark.timing import Times, time_interleaved
 from muse_lab.benchmark.workload import Workload, sdpa
 from muse_lab.records.attention_names import EXACT
 from muse_lab.records.captured_heads import Captures, Origin
-from muse_lab.records.means import Mean
+from muse_lab.records.means import Mean, mean_of_each
 from muse_lab.records.stored_results import OnStep, StoredResults
 
 CAUTION_AND_TOLERANCE = ((0.0, 0.05), (0.0, 0.1), (2.0, 0.2), (2.0, 0.4), (2.0, 0.8))
@@ -325,9 +324,7 @@ def _measure_one(captures: Captures, attention: str, exact: list[tuple[Tensor, T
             fidelity = [
                 pooled | leak for pooled, leak in zip(fidelity, _leaks(captures, attention, exact), strict=True)
             ]
-        names = dict.fromkeys(name for pooled in fidelity for name in pooled)
-        means = {name: statistics.fmean(pooled[name] for pooled in fidelity if name in pooled) for name in names}
-        return Candidate(attention, seconds, means, _look_up(captures, attention))
+        return Candidate(attention, seconds, mean_of_each(fidelity), _look_up(captures, attention))
     except torch.OutOfMemoryError:
         torch.cuda.empty_cache()
         return Candidate(attention, None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 
@@ -46,6 +46,12 @@ class Mean(NamedTuple):
         """`scale` times the mean, ± its standard error."""
         error = "" if self.standard_error is None else f" ± {scale * self.standard_error:{form.lstrip('+')}}"
         return f"{scale * self.mean:{form}}{error}"
+
+
+def mean_of_each(measured: Collection[Mapping[str, float]]) -> dict[str, float]:
+    """Each measure by name, averaged over those that have it."""
+    names = dict.fromkeys(name for measures in measured for name in measures)
+    return {name: statistics.fmean(measures[name] for measures in measured if name in measures) for name in names}
 
 
 WILSON = "In parentheses: the 95% Wilson interval, for independent questions."

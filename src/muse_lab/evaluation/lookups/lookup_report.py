@@ -81,11 +81,9 @@ class Pool:
     def mean_pairs(self) -> float | None:
         return float(self.pairs.mean()) if len(self.pairs) else None
 
-    def in_layer(self, place: int) -> Pool:
-        return Pool(*(tensor[:, place] for tensor in vars(self).values()))
-
-    def in_head(self, place: int, head: int) -> Pool:
-        return Pool(*(tensor[:, place, head] for tensor in vars(self).values()))
+    def at(self, *place: int) -> Pool:
+        """The same of one layer, or of one head in it."""
+        return Pool(*(tensor[:, *place] for tensor in vars(self).values()))
 
 
 def pool(results: LookupResults, length: int, kind: str | None, attention: str) -> Pool:
@@ -158,8 +156,8 @@ def layer_table(results: LookupResults, length: int) -> Table:
     first = next(iter(pools.values()))
     rows = []
     for place, layer in enumerate(results.layers):
-        first_in_layer = first.in_layer(place)
-        shares = (_percent(pooled.in_layer(place).share) for pooled in pools.values())
+        first_in_layer = first.at(place)
+        shares = (_percent(pooled.at(place).share) for pooled in pools.values())
         rows.append(
             (str(layer), f"{float(first_in_layer.weight.mean()):.3f}", f"{first_in_layer.strong_heads:.1f}", *shares)
         )
@@ -174,7 +172,7 @@ def head_table(results: LookupResults, length: int) -> Table:
     order = weight.flatten().argsort(descending=True)[:_SHOWN_HEADS].tolist()
     rows = []
     for place, head in (divmod(index, weight.shape[1]) for index in order):
-        shares = (_percent(pooled.in_head(place, head).share) for pooled in pools.values())
+        shares = (_percent(pooled.at(place, head).share) for pooled in pools.values())
         rows.append((str(results.layers[place]), str(head), f"{float(weight[place, head]):.3f}", *shares))
     columns = (number("layer"), number("head"), number("weight", _WEIGHT))
     return Table((*columns, *(number(names[name], _FOUND) for name in pools)), rows)

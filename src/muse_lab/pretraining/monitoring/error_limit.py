@@ -9,7 +9,6 @@ state, so a resumed run has the same.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -21,6 +20,7 @@ from muse_attention.huggingface.capture import visit_layers
 from muse_attention.registry import config_at, get_attention
 from muse_lab.pretraining.model.decoder import DecoderForCausalLM
 from muse_lab.records.attention_names import EXACT
+from muse_lab.records.means import mean_of_each
 
 ERROR = "relative_squared_error"
 _TIGHTER = (4, 16)
@@ -67,9 +67,7 @@ class Probed(NamedTuple):
     @property
     def means(self) -> dict[str, float]:
         """Each measure, averaged over the layers that have it."""
-        layers = self.measures.values()
-        names = dict.fromkeys(name for layer in layers for name in layer)
-        return {name: statistics.fmean(layer[name] for layer in layers if name in layer) for name in names}
+        return mean_of_each(self.measures.values())
 
 
 @dataclass(frozen=True)
