@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from muse_attention.sizes import format_size
 from muse_lab.evaluation.needles.results import NeedleResults
@@ -35,8 +35,8 @@ DEFINITIONS = {
 ALL_KINDS = "all kinds"
 
 
-Columns = Mapping[str, Asked]
-"""By their labels."""
+Columns = Mapping[Any, Asked]
+"""By their labels, which are texts where they are shown."""
 
 
 def groups_of(columns: Columns) -> list[Group]:

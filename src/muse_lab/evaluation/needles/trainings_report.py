@@ -10,7 +10,6 @@ import re
 import statistics
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
 
 from muse_lab.evaluation.needles import panels
 from muse_lab.evaluation.needles.models_report import Models
@@ -25,8 +24,6 @@ from muse_lab.report.tree import Figure, Note, Provenance, Report, Section, Tabl
 
 Trainings = Mapping[str, Models]
 """Models by name, for each folder. Others are compared with the first model, which is the same in all folders."""
-
-Item = TypeVar("Item")
 
 _SURE = 2
 """Standard errors above which a difference counts."""
@@ -47,42 +44,43 @@ class _Length:
 
     title: str
     groups: list[Group]
-    trainings: dict[str, dict[str, Asked]]
+    asked: Mapping[tuple[str, str], Asked]
+    """by training and model"""
     models: list[str]
     """the first is what others are compared with"""
 
     @property
+    def trainings(self) -> list[str]:
+        return list(dict.fromkeys(training for training, _ in self.asked))
+
+    @property
     def everywhere(self) -> list[str]:
         """The models that all trainings have: their means are over the same trainings."""
-        return [model for model in self.models if len(self._trainings_with(model)) == len(self.trainings)]
+        return [model for model in self.models if len(self._by_training(model)) == len(self.trainings)]
 
     def found(self, model: str) -> dict[str, Share]:
         """The share of needles that a model finds, by training."""
-        shares = {
-            name: share(asked[model].answers(self.groups), is_exact) for name, asked in self._trainings_with(model)
-        }
+        shares = {name: share(one.answers(self.groups), is_exact) for name, one in self._by_training(model).items()}
         return {name: found for name, found in shares.items() if found is not None}
 
     def differences(self, model: str, bucket: int | None = None) -> dict[str, Mean]:
         """Differences to the first model, by training that has both; at one depth if a bucket is given."""
-        first = self.models[0]
+        own, first = self._by_training(model), self._by_training(self.models[0])
         gaps = {
-            name: difference(asked[model], asked[first], self.groups, is_exact, bucket=bucket)
-            for name, asked in self._trainings_with(model)
-            if first in asked
+            name: difference(own[name], first[name], self.groups, is_exact, bucket=bucket)
+            for name in own
+            if name in first
         }
         return {name: gap for name, gap in gaps.items() if gap is not None}
 
     def by_depth(self, model: str, bucket: int) -> float | None:
         """Mean exact match over trainings."""
-        shares = [
-            by_depth(asked[model].answers(self.groups), is_exact)[bucket] for _, asked in self._trainings_with(model)
-        ]
+        shares = [by_depth(one.answers(self.groups), is_exact)[bucket] for one in self._by_training(model).values()]
         values = [one.value for one in shares if one is not None]
         return statistics.fmean(values) if values else None
 
-    def _trainings_with(self, model: str) -> list[tuple[str, dict[str, Asked]]]:
-        return [(name, asked) for name, asked in self.trainings.items() if model in asked]
+    def _by_training(self, model: str) -> dict[str, Asked]:
+        return {training: one for (training, name), one in self.asked.items() if name == model}
 
 
 def is_answered(results: NeedleResults) -> bool:
@@ -94,14 +92,15 @@ def needles_over_trainings(trainings: Trainings) -> Report:
     """The report of models that have each answered something."""
     trainings = {name: trainings[name] for name in sorted(trainings, key=_with_numbers_in_order)}
     lengths = list(_lengths(trainings))
-    results = [one for models in trainings.values() for one in models.values()]
+    labelled = {f"{training}/{name}": one for training, models in trainings.items() for name, one in models.items()}
+    results = labelled.values()
     haystacks = dict.fromkeys(haystack for _, haystack in (one.settings.facts for one in results))
     machines = dict.fromkeys("; ".join(machine_lines(one.machine)) for one in results)
     return Report(
         f"Needles over {len(trainings)} trainings: {', '.join(lengths[0].models)}",
         verdict=[
             *(line for length in lengths for line in _in_words(length)),
-            *panels.failed_in_words(_side_by_side(trainings)),
+            *panels.failed_in_words(labelled),
         ],
         sections=[
             section
@@ -181,28 +180,15 @@ def depth_curves(length: _Length, lengths: list[_Length]) -> Figure:
 
 def _lengths(trainings: Trainings) -> Iterator[_Length]:
     asked = {
-        training: {model: Asked(results, EXACT) for model, results in models.items()}
+        (training, model): Asked(results, EXACT)
         for training, models in trainings.items()
+        for model, results in models.items()
     }
-    first = next(iter(next(iter(trainings.values()))))
-    for panel in panels.panels_of(_side_by_side(asked)):
+    _, first = next(iter(asked))
+    for panel in panels.panels_of(asked):
         title, together = panel.together
-        answered = {
-            training: present
-            for training, models in asked.items()
-            if (present := {model: one for model, one in models.items() if _name(training, model) in panel.columns})
-        }
-        others = sorted({model for models in answered.values() for model in models} - {first})
-        yield _Length(title, together, answered, [first, *others])
-
-
-def _side_by_side(trainings: Mapping[str, Mapping[str, Item]]) -> dict[str, Item]:
-    """All models of all trainings, by their labels in a report."""
-    return {_name(training, model): one for training, models in trainings.items() for model, one in models.items()}
-
-
-def _name(training: str, model: str) -> str:
-    return f"{training}/{model}"
+        others = sorted({model for _, model in panel.columns} - {first})
+        yield _Length(title, together, panel.columns, [first, *others])
 
 
 def _with_numbers_in_order(name: str) -> list[tuple[int, str]]:
