@@ -47,15 +47,14 @@ def at_matched_sparsity(kind: str, length: int) -> str:
     """
     config = MuSeConfig.paper(length)
     block_size = format_size(config.block_size)
-    if kind == "block_diagonal":
-        return f"block_diagonal:{block_size}"
-    if kind == "moba":
-        return f"moba:L{block_size}B{format_size(config.block_size // 16)}R1"
-    if kind == "flex_attention":
-        return f"flex_attention:W{format_size(max(1, config.block_size // 2 + config.block_size // 16))}"
-    if kind == "nsa":
-        return "nsa:B64R16"
-    if kind == "flash_sparse_attn":
-        return "flash_sparse_attn:T1"
+    settings = {
+        "block_diagonal": block_size,
+        "moba": f"L{block_size}B{format_size(config.block_size // 16)}R1",
+        "flex_attention": f"W{format_size(max(1, config.block_size // 2 + config.block_size // 16))}",
+        "nsa": "B64R16",
+        "flash_sparse_attn": "T1",
+    }
+    if kind in settings:
+        return f"{kind}:{settings[kind]}"
     muse = config_at(kind, length)
     return kind if muse is None else f"muse:{muse}"

@@ -55,17 +55,13 @@ def positions_table(results: ComparisonResults) -> Table:
 
     A run whose reference is not measured yet has its own loss.
     """
-    titles, columns = ["positions"], []
+    columns: dict[str, list[str]] = {}
     for run in results.runs.values():
-        losses = losses_by_position(results, run)
-        gaps = _gaps_by_position(results, run)
-        if gaps:
-            titles.append(_less_reference(results, run))
-            columns.append([f"{gap:+.4f}" for _, gap in gaps])
-        elif losses:
-            titles.append(run.name)
-            columns.append([f"{loss:.4f}" for _, loss in losses])
-    return Table(map(number, titles), zip(_spans(results), *columns, strict=True))
+        if gaps := _gaps_by_position(results, run):
+            columns[_less_reference(results, run)] = _signed(gaps)
+        elif losses := losses_by_position(results, run):
+            columns[run.name] = [f"{loss:.4f}" for _, loss in losses]
+    return _by_position(results, columns)
 
 
 def losses_by_position(
@@ -139,18 +135,18 @@ def own_attention_tables(results: ComparisonResults) -> list[Table]:
 
     Runs with earlier checkpoints have a table each, the others share one.
     """
-    finished: dict[str, Curve] = {}
+    finished: dict[str, list[str]] = {}
     tables = []
     for run in results.runs.values():
         steps = [] if run.attention == EXACT else results.steps(run)
         steps = [step for step in steps if results.whole(run, run.tested_attention, step)]
         if len(steps) > 1:
             columns = {f"{step:,} updates": _own_gaps(results, run, step) for step in steps}
-            tables.append(_gaps_table(results, columns, f"{run.name}: its own attention less exact"))
+            tables.append(_by_position(results, columns, f"{run.name}: its own attention less exact"))
         elif steps:
             finished[run.name] = _own_gaps(results, run, steps[0])
     together = "Each run's own attention less exact"
-    return [*([_gaps_table(results, finished, together)] if finished else []), *tables]
+    return [*([_by_position(results, finished, together)] if finished else []), *tables]
 
 
 def context_tables(results: ComparisonResults) -> list[Table]:
@@ -186,9 +182,9 @@ def _less_reference(results: ComparisonResults, run: Run) -> str:
     return f"{run.name} less {reference_of(results, run).name}"
 
 
-def _own_gaps(results: ComparisonResults, run: Run, step: int) -> Curve:
+def _own_gaps(results: ComparisonResults, run: Run, step: int) -> list[str]:
     own = losses_by_position(results, run, step, run.tested_attention)
-    return _less(own, losses_by_position(results, run, step))
+    return _signed(_less(own, losses_by_position(results, run, step)))
 
 
 def _less(one: Curve, other: Curve) -> Curve:
@@ -199,9 +195,12 @@ def _mean_curve(curves: Sequence[Curve]) -> Curve:
     return [(points[0][0], Mean.of([value for _, value in points]).mean) for points in zip(*curves, strict=True)]
 
 
-def _gaps_table(results: ComparisonResults, columns: dict[str, Curve], title: str) -> Table:
-    shown = ([f"{gap:+.4f}" for _, gap in column] for column in columns.values())
-    return Table(map(number, ("positions", *columns)), zip(_spans(results), *shown, strict=True), title)
+def _signed(gaps: Curve) -> list[str]:
+    return [f"{gap:+.4f}" for _, gap in gaps]
+
+
+def _by_position(results: ComparisonResults, columns: dict[str, list[str]], title: str = "") -> Table:
+    return Table(map(number, ("positions", *columns)), zip(_spans(results), *columns.values(), strict=True), title)
 
 
 def _sizes(results: ComparisonResults) -> list[int]:
