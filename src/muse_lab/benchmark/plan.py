@@ -42,8 +42,6 @@ class Plan:
     def __post_init__(self) -> None:
         """Refuse requests that cannot run, before any of them does."""
         settings = self.settings
-        if not self.requests:
-            raise ValueError("there is nothing to measure; name at least one length and one attention")
         for request in self.requests:
             get_attention(request.full_name)
             _check_peer(request, settings.device, is_causal=settings.causal)

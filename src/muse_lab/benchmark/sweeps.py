@@ -108,8 +108,7 @@ def sweep_requests(settings: BenchmarkSettings, length: int) -> tuple[BenchmarkR
 
     `length` is that of the shapes unless the sweep varies it.
     """
-    if settings.sweep is None:
-        raise ValueError("the settings name no sweep")
+    assert settings.sweep is not None
     sweep = find_sweep(settings.sweep)
     _check_settings(settings, sweep)
     requests = [sweep.request(value, settings.shape(length)) for value in sweep.values]
