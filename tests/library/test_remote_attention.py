@@ -61,6 +61,14 @@ def test_disjoint_keys_merge_into_one_softmax() -> None:
     assert_same(merge_partials(*zip(*partials, strict=True)), dense(*inputs), inputs)
 
 
+def test_merging_many_queries_is_differentiable() -> None:
+    outs, lses = torch.randn(2, 1, 9, 5000, 1), torch.randn(2, 1, 9, 5000, requires_grad=True)
+    merged, _ = merge_partials(list(outs), list(lses))
+    weights = lses.softmax(0)
+    (gradient,) = torch.autograd.grad(merged.sum(), lses)
+    torch.testing.assert_close(gradient, weights * (outs - merged)[..., 0].detach())
+
+
 def test_merge_sums_half_precision_in_float32() -> None:
     outs = torch.randn(8, 3, 50, 16, dtype=torch.float64)
     lses = torch.randn(8, 3, 50, dtype=torch.float64)

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import torch
 
-from muse_attention.core.exponential import exp_
 from muse_attention.core.structures import Partial
 
 
@@ -21,5 +20,5 @@ def merge(partials: Sequence[Partial], dtype: torch.dtype | None = None) -> Part
     shift = torch.where(lse == -torch.inf, 0, lse)
     out = torch.zeros_like(partials[0].out, dtype=dtype)
     for partial in partials:
-        out += exp_(partial.lse - shift)[..., None] * partial.out
+        out += (partial.lse - shift).exp()[..., None] * partial.out
     return Partial(out, lse)
