@@ -28,7 +28,7 @@ class Split(NamedTuple):
         rng = random.Random(seed)
         block = rng.choice([7, 8, 16])
         sizes = f"Q{rng.choice([1, 3])}K{rng.choice([2, 5])}T{rng.choice([0, 0.01, 0.1, 0.5])}B{block}"
-        option = rng.choice(["caution=0", "caution=2", "first_order=false", "differentiable_aggregation=false"])
+        option = rng.choice(["search=0.05", "caution=2", "first_order=false", "differentiable_aggregation=false"])
         heads, key_heads = rng.choice([(1, 1), (2, 2), (4, 2), (3, 1)])
         length = rng.randint(1, longest)
         cuts = sorted(rng.choices(range(1, length + 1), k=rng.randint(1, 5)))

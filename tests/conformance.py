@@ -120,6 +120,7 @@ class Conformance:
             "Q4K5T0.1B32",
             "Q4K5T0.03B32,tile=4,lloyd_sample=5",
             "Q4K5T0.1B32,tile=4,caution=2",
+            "Q4K5T0.4B32,tile=4,search=0.05",
         ],
     )
     def test_finds_the_clusters_and_selection_of_the_reference(self, variant: str) -> None:
@@ -211,7 +212,7 @@ class Conformance:
             "QK4R0B32,dipole=tilted",
             "QK4R0B32,dipole=centred",
             "QK4T0.01B32",
-            "QK4T0.01B32,tile=1,caution=0",
+            "QK4T0.4B32,tile=1,search=0.02",
             "QK4T0B32",
             "QK4TinfB32",
         ],

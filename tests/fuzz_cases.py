@@ -119,6 +119,7 @@ def draw_config(rng: random.Random, block: int, backend: str) -> MuSeConfig:
             key_clusters=key_clusters,
             tolerance=tolerance,
             caution=rng.choice([0, 2, 2, 30]),
+            search=rng.choice([None, 0.3, 0.01]),
             tile=rng.choice([1, 4, 16, 64]),
             first_order=rng.choice([None, True, False]),
             second_order=rng.choice([None, True, False]),

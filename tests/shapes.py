@@ -63,6 +63,7 @@ BLOCKWISE = [
     "Q4K5T0.03B32,tile=4",
     "Q4K5T0.03B32,tile=1,caution=0",
     "Q1K20T0.1B32,tile=8",
+    "Q4K5T0.3B32,tile=4,search=0.05",
     "Q4K5T0.03B32,second_order=false",
     "Q4K5T0.03B32,first_order=false",
     "Q4K5TinfB32",

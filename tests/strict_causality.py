@@ -84,7 +84,7 @@ def draw_combination(rng: random.Random) -> Combination:
     block, head_dim = rng.choice([8, 11, 16, 32]), rng.choice([8, 16, 33])
     config = (
         f"Q{rng.randint(1, 8)}K{rng.choice([1, 5, 16, 70])}T{rng.choice([0, 0.02, 0.1, 0.3])}B{block},"
-        f"tile={rng.choice([1, 4, 16, 64])},caution={rng.choice([0, 2])},"
+        f"tile={rng.choice([1, 4, 16, 64])},caution={rng.choice([0, 2])},search={rng.choice(['none', 0.1, 0.01])},"
         f"first_order={rng.choice(['true', 'false'])},second_order={rng.choice(['true', 'false'])},"
         f"differentiable_aggregation={rng.choice(['true', 'false'])}"
     )

@@ -14,8 +14,8 @@ they compute, densely: the method of this library and the paper's. The steps of 
    it: `backends/torch/blockwise/summaries.py`.
 3. Attend to the summaries of all visible buckets, and select those whose summaries are expected to be wrong by the
    tolerance or more: `backends/torch/blockwise/columns.py`.
-4. Attend exactly to the keys of the selected buckets, a tile of queries at a time:
-   `backends/torch/blockwise/retrieval.py`.
+4. Attend exactly to the keys of the selected buckets, a tile of queries at a time, after a search for others that hold
+   a key of some weight: `backends/torch/blockwise/retrieval.py`.
 5. Merge these terms with the own block (`core/local.py`) into one softmax. `backends/torch/blockwise/far_field.py` runs
    the steps.
 

@@ -98,6 +98,9 @@ class MuSeConfig:
         seed: Seed of the shuffle that starts the clustering: the only randomness.
         lloyd_iterations: Full-batch iterations of `clustering="lloyd"`.
         lloyd_sample: Vectors for each cluster, evenly spaced in the sequence, that `clustering="lloyd"` uses.
+        search: With a tolerance. Where a summary suggests that a bucket may hold a key of this weight or more, the
+            logits of its keys are computed, a seventh of the arithmetic of retrieving it, and it is retrieved if it
+            does. Weights are relative to a softmax of summaries. None: no search.
         text: What `str` returns. It is written once, outside of what `torch.compile` traces.
     """
 
@@ -121,6 +124,7 @@ class MuSeConfig:
     seed: int = 0
     lloyd_iterations: int = 4
     lloyd_sample: int = 64
+    search: float | None = None
     text: ClassVar[str]  # set for each instance, but not a field: it follows from the fields
 
     def __post_init__(self) -> None:
@@ -155,6 +159,8 @@ class MuSeConfig:
         ):
             raise ValueError(f"MuSeConfig: caution={self.caution!r} must be a number of at least 0")
         object.__setattr__(self, "caution", float(self.caution))
+        if self.search is not None:
+            self._check_search(self.search)
         if self.tile > _LARGEST_TILE or self.tile & (self.tile - 1):
             raise ValueError(f"MuSeConfig: tile={self.tile!r} must be a power of two of at most {_LARGEST_TILE}")
         if self.tolerance is not None:
@@ -182,6 +188,13 @@ class MuSeConfig:
         for name in _CAPS:
             object.__setattr__(self, name, None)
         object.__setattr__(self, "tolerance", float(tolerance))
+
+    def _check_search(self, search: object) -> None:
+        if isinstance(search, bool) or not isinstance(search, int | float) or not 0 < search < math.inf:
+            raise ValueError(f"MuSeConfig: search={search!r} must be a number above 0, or None for no search")
+        if self.tolerance is None:
+            raise ValueError(f"MuSeConfig: search={search!r} needs a tolerance; the paper's method does not have it")
+        object.__setattr__(self, "search", float(search))
 
     @property
     def uses_first_order(self) -> bool:
@@ -412,8 +425,8 @@ def _read_option(name: str, setting: str, text: str) -> Any:
         return setting
     if name in _SWITCHES and setting.lower() in ("true", "false"):
         return setting.lower() == "true"
-    numbers = (*_CAPS, "tolerance", "caution")
-    if name in (*_CAPS, "tolerance", *_ORDERS) and setting.lower() == "none":
+    numbers = (*_CAPS, "tolerance", "caution", "search")
+    if name in (*_CAPS, "tolerance", "search", *_ORDERS) and setting.lower() == "none":
         return None
     try:
         return float(setting) if name in numbers else int(setting)

@@ -211,6 +211,29 @@ def test_caution_finds_more_of_what_one_key_attracts() -> None:
     assert found(2) > found(0)
 
 
+def test_a_search_finds_single_keys() -> None:
+    """More of them as the weight that it looks for falls."""
+    query, key, value = clustered_qkv(1, 2, 2048, 32, topics=60, lookups=0.02)
+    exact = exact_attention(query, key, value, is_causal=True)
+
+    def look(search: str) -> tuple[int, int]:
+        """The queries that are misled, and the buckets that tiles retrieve."""
+        config = f"Q8K32TinfB256,search={search}"
+        out = muse_attention(query, key, value, is_causal=True, config=config)
+        error = (out - exact).square().sum(-1) / exact.square().sum(-1)
+        _, selection = _select((query, key, value), config)
+        return int((error > 0.5).sum()), int((selection.retrieved != NO_ROW).sum())
+
+    (misled, none), *found = map(look, ("none", "1000", "0.3", "0.1", "0.02"))
+    assert none == 0
+    assert misled > 20
+    assert found[0] == (misled, 0), "no key has that weight"
+    wrong, buckets = zip(*found, strict=True)
+    assert list(wrong) == sorted(wrong, reverse=True)
+    assert list(buckets) == sorted(buckets)
+    assert wrong[-1] < 0.2 * misled
+
+
 def test_lookups_are_found() -> None:
     """Queries that take almost all of their softmax from one key far back, unlike all others."""
     query, key, value = clustered_qkv(1, 2, 2048, 32, topics=60, lookups=0.02)

@@ -91,6 +91,7 @@ BLOCKWISE = st.builds(
     **OF_BOTH,
     tolerance=st.floats(0),  # whatever its exponent, and infinity
     caution=st.floats(0, 1e6),
+    search=st.one_of(st.none(), st.floats(0, 1e6, exclude_min=True)),
     tile=st.sampled_from([1, 2, 16, 64, 128]),
     first_order=st.sampled_from([None, True, False]),
     second_order=st.sampled_from([None, True, False]),
@@ -151,6 +152,17 @@ def test_what_is_no_tile(tile: object) -> None:
 def test_what_is_no_caution(caution: object) -> None:
     with pytest.raises(ValueError, match="must be a number of at least 0"):
         MuSeConfig(caution=caution)
+
+
+@pytest.mark.parametrize("search", [0, -1, float("nan"), float("inf"), True, "0.1"])
+def test_what_is_no_search(search: object) -> None:
+    with pytest.raises(ValueError, match="must be a number above 0, or None for no search"):
+        MuSeConfig(tolerance=0.1, search=search)
+
+
+def test_a_search_needs_a_tolerance() -> None:
+    with pytest.raises(ValueError, match=r"search=0\.1 needs a tolerance"):
+        MuSeConfig.parse("QK64R4B2k,search=0.1")
 
 
 @pytest.mark.parametrize("tolerance", [-1, float("nan"), True, "0.1"])

@@ -95,7 +95,8 @@ class TestTritonBackend:
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
     @pytest.mark.parametrize(
-        "text", [*(f"Q4K32T0.1B256,tile={tile}" for tile in (16, 64, 128)), "Q4K32T0.1B256,caution=2"]
+        "text",
+        ["Q4K32T0.1B256,tile=16", "Q4K32T0.1B256,tile=128", "Q4K32T0.1B256,caution=2", "Q4K32T0.4B256,search=0.05"],
     )
     def test_retrieves_what_the_torch_backend_retrieves(self, text: str, dtype: torch.dtype) -> None:
         """The first row of a tile that wants a bucket; rounding moves few of them."""

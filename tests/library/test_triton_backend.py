@@ -28,6 +28,7 @@ from tests.strict_causality import Combination, assert_nothing_later_matters, dr
 pytest.importorskip("triton")
 
 from muse_attention.backends.triton import numbers
+from muse_attention.backends.triton.blockwise import pieces
 from muse_attention.backends.triton.layout import Plan
 from muse_attention.backends.triton.runtime import launching, schedule
 from muse_attention.backends.triton.runtime.chips import Chip
@@ -60,6 +61,7 @@ VARIANTS = [
     "Q3K5R2B32,clustering=streaming,cap_factor=1.5,query_cap_factor=1.2",
     "Q3K5T0.05B32",
     "Q3K5T0.03B32,tile=4,caution=2",
+    "Q3K5T0.4B32,tile=4,search=0.05",
     "Q3K5T0.05B32,tile=16,second_order=false",
     "Q3K5T0.05B32,tile=16,first_order=false",
     "Q3K5TinfB32",
@@ -104,6 +106,15 @@ class TestTritonBackend(OperatorConformance):
         ],
     )
     def test_variant_equals_reference(self, variant: str, is_causal: bool) -> None:
+        shape = Shape(variant, variant, length=80, heads=1, key_heads=1, value_dim=8, is_causal=is_causal)
+        self._check_against_reference(shape, torch.float64)
+
+    @pytest.mark.parametrize("is_causal", [True, False])
+    def test_rounds_of_lists_equal_reference(self, is_causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+        """As many as there are blocks to see: very long sequences have several."""
+        monkeypatch.setattr(schedule, "_schedules", {})
+        monkeypatch.setattr(pieces, "_MOST_LISTED", 1)
+        variant = "Q3K5T0.4B16,tile=4,search=0.05"
         shape = Shape(variant, variant, length=80, heads=1, key_heads=1, value_dim=8, is_causal=is_causal)
         self._check_against_reference(shape, torch.float64)
 

@@ -17,7 +17,7 @@ _BASELINES = {
     "moba": "MoBA, own blocks of {0}, retrieved blocks of {1}, {2} for each query",
 }
 _FROZEN = "differentiable_aggregation=false"
-_ALWAYS_NAMED = (_FROZEN, "caution=")
+_ALWAYS_NAMED = (_FROZEN, "caution=", "search=")
 _BLOCK = re.compile(r"B(\d+[km]?)$")
 
 
@@ -57,10 +57,12 @@ def in_words(attention: str) -> str:
     blocks = f"blocks of {format_size(config.block_size)}"
     if config.tolerance is not None:
         caution = "" if config.caution == MuSeConfig.caution else f" with a caution of {config.caution:g}"
+        search = "" if config.search is None else f" and of buckets that hold a key of weight {config.search:g}"
         tiles = "" if config.tile == MuSeConfig.tile else f" in tiles of {config.tile} queries"
         return (
             f"{config.query_clusters} query clusters, {config.key_clusters} key clusters of each block, "
-            f"retrieval{tiles} of what is expected{caution} to be off by {config.tolerance:g} or more, {blocks}"
+            f"retrieval{tiles} of what is expected{caution} to be off by {config.tolerance:g} or more{search}, "
+            f"{blocks}"
         )
     if not config.tilt:
         clusters = f"{config.key_clusters} key clusters, no tilt"
@@ -80,8 +82,8 @@ def short_names(attentions: Iterable[str]) -> dict[str, str]:
     """Short names of the attentions in one report: MuSe by its sizes, and by settings that at most half of the
     attentions have, among those with a tolerance and among those without.
 
-    Frozen aggregation is always named, because it changes the gradient, and so is caution, because the same tolerance
-    means something else with it.
+    Frozen aggregation is always named, because it changes the gradient, and so are caution and search, because the same
+    tolerance means something else with them.
     """
     names = list(dict.fromkeys(attentions))
     settings = {name: name.removeprefix("muse:").split(",") for name in names if name.startswith("muse:")}

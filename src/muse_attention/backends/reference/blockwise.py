@@ -7,8 +7,9 @@
 3. A query sees the summary of every visible bucket. To second order its logit has what the spread of the keys adds for
    a query off its centroid (`_mass_off_centroid`). To first order its value has what the keys on the query's side of
    the centroid add, by one matrix for all the buckets that a block sees (`_slopes`).
-4. It wants the keys of a bucket whose summary is expected to be wrong by the tolerance or more (`_expected_error`).
-   Queries of a tile retrieve together, none for an earlier one (`_select`).
+4. It wants the keys of a bucket whose summary is expected to be wrong by the tolerance or more (`_expected_error`), or
+   in which a search finds a key of some weight (`_largest_logit`). Queries of a tile search and retrieve together,
+   none for an earlier one (`_select`).
 5. One softmax over the query's own block, the retrieved keys, and the summaries of all the rest.
 
 Symbols: `q = c + r` is a query, its centroid and its residual; `mu`, `kbar`, `vbar` are a summary's log-mass and tilted
@@ -28,7 +29,12 @@ from muse_attention.backends.reference.masked import masked_logsumexp, masked_so
 from muse_attention.backends.reference.result import Reference
 from muse_attention.config import MuSeConfig
 from muse_attention.core.call import Call
-from muse_attention.core.expected_error import LARGEST_GROWTH, LEAST_PLAIN_SPREAD
+from muse_attention.core.expected_error import (
+    DEVIATIONS_OF_SUSPICION,
+    LARGEST_GROWTH,
+    LEAST_PLAIN_SPREAD,
+    SUSPICION,
+)
 from muse_attention.core.generations import Generations
 from muse_attention.core.query_tiles import NO_ROW, place_in_tiles, tiles_of_block
 from muse_attention.core.slopes import LARGEST_REACH, TILT_OF_SLOPE
@@ -84,8 +90,17 @@ def attend(call: Call, selection: Selection | None) -> Reference:
             lse = torch.logaddexp(masked_logsumexp(token_logits, own), masked_logsumexp(logits, exists))
             # Where a centroid looks at one key of a bucket, its weights do not tell how far away the others are.
             variance = torch.maximum(variance, LEAST_PLAIN_SPREAD * spread.plain[:, :, None])
-            error = _expected_error(logits - lse[..., None], (variance * width).sqrt(), size, config)
-            selection = _select(exists & (error >= config.tolerance), clusters.query_assignment, generations, config)
+            log_weight, sigma = logits - lse[..., None], (variance * width).sqrt()
+            wanted = exists & (_expected_error(log_weight, sigma, size, config) >= config.tolerance)
+            if config.search is not None:
+                highest = log_weight + (DEVIATIONS_OF_SUSPICION * sigma).clamp(max=LARGEST_GROWTH)
+                suspected = exists & (highest >= math.log(SUSPICION * config.search))
+                searched = _select(suspected, clusters.query_assignment, generations, config)
+                is_searched = _retrieved(searched, clusters.query_assignment, generations, config) & sees
+                wanted |= is_searched & (
+                    _largest_logit(token_logits, of_key, buckets) - lse[..., None] >= math.log(config.search)
+                )
+            selection = _select(wanted, clusters.query_assignment, generations, config)
     retrieved = _retrieved(selection, clusters.query_assignment, generations, config) & sees
 
     # Three groups of terms. Together they contain every visible key exactly once.
@@ -265,6 +280,12 @@ def _expected_error(log_weight: Tensor, sigma: Tensor, size: Tensor, config: MuS
     if config.caution > 0:
         gain = torch.expm1((config.caution * sigma).clamp(max=LARGEST_GROWTH)) / config.caution
     return log_weight.exp() * gain / (size.clamp(min=1) / config.mean_bucket).sqrt()
+
+
+def _largest_logit(token_logits: Tensor, of_key: Tensor, buckets: int) -> Tensor:
+    """(batch, heads, n, buckets): the largest logit of a bucket's keys."""
+    largest = token_logits.new_full((*token_logits.shape[:-1], buckets), -math.inf)
+    return largest.scatter_reduce(-1, of_key, token_logits, "amax")
 
 
 def _select(wanted: Tensor, query_assignment: Tensor, generations: Generations, config: MuSeConfig) -> Selection:

@@ -55,6 +55,12 @@ class Buckets(Groups):
         return rows.split([end - begin for begin, end in itertools.pairwise(begins)])
 
     @cached_property
+    def bucket_of_row(self) -> Tensor:
+        """(seen keys + 1,) int64: the bucket of each row of `keys`; 0 for padding."""
+        numbers = torch.arange(self.sizes.shape[0], device=self.sizes.device)
+        return with_padding(torch.repeat_interleave(numbers, self.sizes))
+
+    @cached_property
     def _bucket_in_block(self) -> Tensor:
         numbers = torch.arange(self.sizes.shape[0], device=self.sizes.device) % self.key_clusters
         return torch.repeat_interleave(numbers, self.sizes)

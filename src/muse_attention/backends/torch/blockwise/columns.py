@@ -12,12 +12,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from muse_attention.backends.torch.blockwise.query_slots import Slots
+from muse_attention.backends.torch.blockwise.query_slots import Slots, first_to_reach
 from muse_attention.backends.torch.grouping import take_rows
 from muse_attention.config import MuSeConfig
-from muse_attention.core.expected_error import LARGEST_GROWTH
-from muse_attention.core.exponential import exp_
-from muse_attention.core.query_tiles import NO_ROW
+from muse_attention.core.expected_error import DEVIATIONS_OF_SUSPICION, LARGEST_GROWTH, SUSPICION
+from muse_attention.core.exponential import exp2_, exp_
 
 
 @dataclass(frozen=True)
@@ -69,15 +68,27 @@ class Columns:
             # `expm1(caution sigma) / caution`
             to_base_2 = config.caution * math.log2(math.e)
             error = (reach * to_base_2)[..., None] * self.error_deviation[slots.cluster, None]
-            error.clamp_(max=LARGEST_GROWTH * math.log2(math.e)).exp2_().sub_(1).mul_(weights).mul_(self.error_factor)
+            exp2_(error.clamp_(max=LARGEST_GROWTH * math.log2(math.e))).sub_(1).mul_(weights).mul_(self.error_factor)
             threshold = threshold * config.caution
         else:
             # The reach divides the other side: two products fewer for each column.
             error = weights * (self.error_deviation * self.error_factor)[slots.cluster, None]
             threshold = torch.where(threshold == 0, 0, threshold / reach)
-        # 1 or 0, times more for earlier rows. Floats take a fifth of the time of booleans and bytes.
-        earliness = error.ge_(threshold[..., None]).mul_(NO_ROW - slots.row_in_tile[..., None])
-        return (NO_ROW - earliness.unflatten(1, (slots.tiles.shape[1], -1)).amax(2)).byte()
+        return self._first_to_reach(error, threshold, slots)
+
+    def suspect(self, slots: Slots, weights: Tensor, reach: Tensor, log_total: Tensor, search: float) -> Tensor:
+        """(slots, tiles, S) uint8: the first row of each tile that suspects a key of weight `search` in each bucket."""
+        growth = (reach * (DEVIATIONS_OF_SUSPICION * math.log2(math.e)))[..., None] * self.error_deviation[
+            slots.cluster, None
+        ]
+        highest = exp2_(growth.clamp_(max=LARGEST_GROWTH * math.log2(math.e))).mul_(weights)
+        # (What is no term has weight 0, which no threshold above 0 admits.)
+        return self._first_to_reach(highest, SUSPICION * search * log_total.exp(), slots)
+
+    def _first_to_reach(self, scores: Tensor, least: Tensor, slots: Slots) -> Tensor:
+        tiles = (slots.tiles.shape[1], -1)
+        row_in_tile = slots.row_in_tile.unflatten(1, tiles)
+        return first_to_reach(scores.unflatten(1, tiles), least.unflatten(1, tiles), row_in_tile)
 
 
 def kept(slots: Slots, first: Tensor, like: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ Nothing large is kept for backward: clusters and selection are kept, summaries a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -241,8 +242,9 @@ def _attend_block(block: _Block, own: Partial, selected: Tensor, *, decide: bool
         logits, residuals, reach = block.score(batch_slots, queries[batch])
         weights, shift = weigh(logits)
         if decide:
-            log_total = torch.logaddexp(own_lse[batch] - shift, weights.sum(-1).log_())
-            first[batch] = columns.decide(batch_slots, weights, reach, log_total, config)
+            # (`logaddexp` rounds by place in the batch.)
+            log_total = torch.stack([own_lse[batch] - shift, weights.sum(-1).log_()]).logsumexp(0)
+            first[batch] = _decide(block, batch_slots, queries[batch], weights, reach, log_total, log_total + shift)
         else:
             first[batch] = _read_selection(batch_slots, selected, columns)
         weights.mul_(kept(batch_slots, first[batch], weights))
@@ -272,6 +274,27 @@ def _attend_block(block: _Block, own: Partial, selected: Tensor, *, decide: bool
     of_keys = Partial(keys.out[:-1].view_as(out), keys.lse[:-1].view_as(lse))
     merged = merge([Partial(gather(own.out, slots.rows), own_lse), Partial(out, lse), of_keys])
     return Partial(scatter(merged.out, slots.rows, own.out), scatter(merged.lse, slots.rows, own.lse))
+
+
+def _decide(
+    block: _Block, slots: Slots, queries: Tensor, weights: Tensor, reach: Tensor, log_total: Tensor, lse: Tensor
+) -> Tensor:
+    """(slots, tiles, S) uint8: the first row of each tile that wants each bucket. Arguments as in `Columns.decide`;
+    `lse` is that of all summaries and the own block."""
+    config = block.config
+    wanted = block.columns.decide(slots, weights, reach, log_total, config)
+    if config.search is None:
+        return wanted
+    suspected = block.columns.suspect(slots, weights, reach, log_total, config.search)
+    tiles = (-1, config.tile)
+    found = retrieval.search(
+        with_padding(queries.reshape(*tiles, queries.shape[-1])),
+        with_padding(slots.row_in_tile.reshape(tiles), NO_ROW),
+        with_padding((lse + math.log(config.search)).reshape(tiles), torch.inf),
+        suspected.masked_fill_(suspected >= wanted, NO_ROW).flatten(0, 1),
+        block.head.buckets,
+    )
+    return torch.minimum(wanted, found.view_as(wanted))
 
 
 def _attend_block_backward(

@@ -75,6 +75,13 @@ class Slots:
             begin += count
 
 
+def first_to_reach(scores: Tensor, least: Tensor, row_in_tile: Tensor) -> Tensor:
+    """(..., X) uint8: the first of a tile's rows whose (..., rows, X) score is `least` or more. Changes the scores."""
+    # 1 or 0, times more for earlier rows. Floats take a fifth of the time of booleans and bytes.
+    earliness = scores.ge_(least[..., None]).mul_(NO_ROW - row_in_tile[..., None])
+    return (NO_ROW - earliness.amax(-2)).byte()
+
+
 def slot_rows(config: MuSeConfig) -> int:
     """Rows of a slot: half of what a cluster has in a block on average, so that little is padding, or a whole tile."""
     half = max(1, config.block_size // (2 * config.query_clusters))

@@ -1,4 +1,4 @@
-"""Exact attention of tiles of queries to the keys they retrieve.
+"""Exact attention of tiles of queries to the keys they retrieve, and the search for single keys of some weight.
 
 The keys of a tile come in the order of the first row that wants them, in chunks of one size. What a row attends to is
 then the beginning of a list that no later row changes, and chunks in which it has nothing add exact zeros.
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from muse_attention.backends.torch.blockwise.buckets import Buckets
+from muse_attention.backends.torch.blockwise.query_slots import first_to_reach
 from muse_attention.backends.torch.grouping import take_rows, transposed
 from muse_attention.core.exponential import exp_
 from muse_attention.core.query_tiles import NO_ROW
@@ -112,6 +113,22 @@ def attend(queries: Tensor, row_in_tile: Tensor, first: Tensor, buckets: Buckets
         total.index_add_(0, group.tile, totals.mul_(shares))
         out.index_add_(0, group.tile, sums.mul_(shares[..., None]))
     return Partial(out.div_(torch.where(total == 0, 1, total)[..., None]), total.log().add_(largest))
+
+
+def search(queries: Tensor, row_in_tile: Tensor, least: Tensor, searched: Tensor, buckets: Buckets) -> Tensor:
+    """(tiles, S) uint8: the first row of each tile to which a key of each bucket has a logit of (tiles + 1, rows)
+    `least` or more, of the rows from (tiles, S) `searched` on. Queries and rows as in `attend`."""
+    tiles, columns = searched.shape
+    found = torch.full((tiles * columns + 1,), NO_ROW, dtype=torch.uint8, device=searched.device)
+    for group in chunks_of_keys(searched, buckets):
+        for _, chunks in group.split():
+            logits = _logits(queries, row_in_tile, chunks, take_rows(buckets.keys, chunks.rows))
+            first = first_to_reach(logits, least[chunks.tile], row_in_tile[chunks.tile])  # (chunks, CHUNK)
+            # (Padding is found by none: its place is the last.)
+            place = chunks.tile[:, None] * columns + take_rows(buckets.bucket_of_row, chunks.rows)
+            place = torch.where(chunks.first == NO_ROW, tiles * columns, place)
+            found.scatter_reduce_(0, place.flatten(), first.flatten(), "amin")
+    return found[:-1].view(tiles, columns)
 
 
 def attend_backward(

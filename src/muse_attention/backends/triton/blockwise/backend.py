@@ -12,6 +12,7 @@ from muse_attention.backends.triton.blockwise.backward_to_keys import add_to_key
 from muse_attention.backends.triton.blockwise.backward_to_queries import add_to_queries
 from muse_attention.backends.triton.blockwise.backward_to_summaries import find_gradients_of_summaries
 from muse_attention.backends.triton.blockwise.clustering import cluster, find_key_spread, find_start_positions
+from muse_attention.backends.triton.blockwise.decisions import decide
 from muse_attention.backends.triton.blockwise.forward import attend as attend_far
 from muse_attention.backends.triton.blockwise.geometry import Geometry
 from muse_attention.backends.triton.blockwise.heads import Heads
@@ -91,7 +92,9 @@ def attend(*tensors_and_settings: Any) -> tuple[Tensor, ...]:
         find_slopes(heads, key_assigned.flatten(0, 1), slopes)
     residuals = take_residuals(heads, spread)
     merged = Partial(out.flatten(0, 1), lse.flatten(0, 1))
-    attend_far(merged, heads, residuals, columns, slopes, first_rows.flatten(0, 1), is_chosen=chosen is not None)
+    if chosen is None:
+        decide(first_rows.flatten(0, 1), merged.lse, key_assigned.flatten(0, 1), heads, residuals, columns)
+    attend_far(merged, heads, residuals, columns, slopes, first_rows.flatten(0, 1))
     return (memory,) if chosen is not None else (memory, first_rows)
 
 

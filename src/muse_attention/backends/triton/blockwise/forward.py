@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -32,14 +31,12 @@ from muse_attention.backends.triton.device_functions import (
     load_once,
     load_rows,
     store_rows,
-    weigh,
 )
 from muse_attention.backends.triton.runtime.launching import arguments_of, kernel
-from muse_attention.core.expected_error import LARGEST_GROWTH
 from muse_attention.core.structures import Partial
 
 TO_COLUMNS = {
-    128: {"COLUMNS": 64, "num_warps": 4, "num_stages": 2, "maxnreg": 168},
+    128: {"COLUMNS": 32, "num_warps": 4, "num_stages": 2, "maxnreg": 128},
     256: {"COLUMNS": 64, "num_warps": 4, "num_stages": 1, "maxnreg": 168},
     512: {"COLUMNS": 32, "num_warps": 4, "num_stages": 1},
 }
@@ -48,11 +45,9 @@ TO_KEYS = {
     256: {"KEYS": 64, "num_warps": 4, "num_stages": 2},
     512: {"KEYS": 32, "num_warps": 4, "num_stages": 1},
 }
-TO_COLUMNS_BY_REGISTERS = {128: {"COLUMNS": 32}, 256: {"num_warps": 8}}
+TO_COLUMNS_BY_REGISTERS = {256: {"num_warps": 8}}
 TO_KEYS_BY_REGISTERS = {128: {"KEYS": 64}}
 """What differs where matrix units read operands from registers."""
-_LOWEST = tl.constexpr(-3e38)
-"""Below every logit but -inf, that of a column that is not visible."""
 
 
 def attend(
@@ -62,23 +57,19 @@ def attend(
     columns: Columns,
     slopes: Slopes,
     first_rows: Tensor,
-    *,
-    is_chosen: bool,
 ) -> None:
     """Add the far field to `merged`, the own block's (H, N, Dv) output and (H, N) lse.
 
-    `first_rows` is the selection, (H, nb, tiles, seen blocks K) uint8: read if it `is_chosen`, else written.
+    `first_rows` is the selection, (H, nb, tiles, seen blocks K) uint8.
     """
     order, geometry = heads.order, heads.geometry
     config = geometry.config
     tiles = geometry.blocks * geometry.query_tiles
-    assert config.tolerance is not None
     shared = {"out_ptr": merged.out, "lse_ptr": merged.lse, "ROWS": geometry.rows, **heads.compiled}
     _attend_to_columns[(tiles, geometry.heads)](
         **arguments_of(residuals), **arguments_of(columns), **slopes.arguments, **order.query_arguments,
-        first_rows_ptr=first_rows, **geometry.sizes(*SIZES_OF_COLUMNS), mean_size=config.mean_bucket,
-        tolerance=config.tolerance, CAUTION=config.caution, LARGEST_GROWTH=LARGEST_GROWTH, IS_CAUSAL=geometry.is_causal,
-        IS_CHOSEN=is_chosen, FIRST_ORDER=config.uses_first_order, SECOND_ORDER=config.uses_second_order, **shared,
+        first_rows_ptr=first_rows, **geometry.sizes(*SIZES_OF_COLUMNS), IS_CAUSAL=geometry.is_causal,
+        FIRST_ORDER=config.uses_first_order, SECOND_ORDER=config.uses_second_order, **shared,
         **heads.fit(TO_COLUMNS, TO_COLUMNS_BY_REGISTERS),
     )  # fmt: skip
     for begin, end in ranges_of_columns(geometry):
@@ -90,40 +81,15 @@ def attend(
         )  # fmt: skip
 
 
-@triton.jit
-def _expected_error(log_weight, sigma, CAUTION: tl.constexpr, LARGEST_GROWTH: tl.constexpr):
-    """The gain of a weight per deviation, if its logit were `CAUTION` deviations above its estimate."""
-    growth = tl.exp2(tl.minimum(CAUTION * sigma, LARGEST_GROWTH) * LOG2_E) - 1.0
-    return tl.exp2(log_weight * LOG2_E) * growth / CAUTION
-
-
-@triton.jit
-def _first_row(is_wanted, ROWS: tl.constexpr):
-    """[COLUMNS]: the first row of [ROWS, COLUMNS] that wants each column, or 255.
-
-    Matrix units pack four rows into one number, so that the minimum is over a quarter of the rows, mostly within a
-    thread. It takes half as long as a minimum over all rows.
-    """
-    GROUPS: tl.constexpr = max(16, ROWS // 4)
-    offs_row, offs_group = tl.arange(0, ROWS), tl.arange(0, GROUPS)  # [ROWS], [GROUPS]
-    bit = tl.where(offs_row[:, None] // 4 == offs_group[None, :], 1 << (offs_row[:, None] % 4), 0)  # [ROWS, GROUPS]
-    bits = tl.dot(tl.trans(tl.where(is_wanted, 1.0, 0.0).to(tl.float16)), bit.to(tl.float16)).to(
-        tl.int32
-    )  # [COLUMNS, GROUPS]
-    first = tl.where(bits % 2 > 0, 0, tl.where(bits % 4 > 0, 1, tl.where(bits % 8 > 0, 2, 3)))  # [COLUMNS, GROUPS]
-    return tl.min(tl.where(bits > 0, offs_group[None, :] * 4 + first, 255), 1)
-
-
-@kernel(stage="attention to summaries", do_not_specialize=[*SIZES_OF_COLUMNS, "mean_size", "tolerance"])
+@kernel(stage="attention to summaries", do_not_specialize=SIZES_OF_COLUMNS)
 def _attend_to_columns(
     residuals_ptr, shift_ptr, width_ptr, numbers_ptr, key_mean_ptr, value_mean_ptr, slope_ptr, slope_deviation_ptr,
     query_order_ptr, tile_begin_ptr, tile_info_ptr, first_rows_ptr, out_ptr, lse_ptr, length, block_size, blocks,
-    seen_blocks, query_clusters, key_clusters, summarised, query_tiles, mean_size, tolerance,
-    LARGEST_REACH: tl.constexpr, CAUTION: tl.constexpr, LARGEST_GROWTH: tl.constexpr, IS_CAUSAL: tl.constexpr,
-    IS_CHOSEN: tl.constexpr, FIRST_ORDER: tl.constexpr, SECOND_ORDER: tl.constexpr, ROWS: tl.constexpr,
+    seen_blocks, query_clusters, key_clusters, summarised, query_tiles, LARGEST_REACH: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, FIRST_ORDER: tl.constexpr, SECOND_ORDER: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """Decide what a tile's queries retrieve, and attend to the summaries of all the rest.
+    """Attend to the summaries of what a tile's queries do not retrieve.
 
     Grid: (nb tiles, H). Residuals, columns, slopes, orders and tiles as in the classes of these names;
     `first_rows_ptr`: (H, nb, tiles, seen blocks K) uint8; `out_ptr`: (H, N, DV) and `lse_ptr`: (H, N), in the order of
@@ -150,48 +116,14 @@ def _attend_to_columns(
 
     # The running softmax begins with the own block. What the key offset adds is left out until the end.
     own_lse = tl.load(lse_ptr + head * length + position, mask=mask_row, other=0.0) - shift  # [ROWS]
-
-    # 1. The lse with all summaries, the reference for the weight of each.
-    if not IS_CHOSEN:
-        top, mass = own_lse, tl.full([ROWS], 1.0, ACC)  # [ROWS], [ROWS]
-        for first in range(0, columns, COLUMNS):
-            offs_column, mask_column = visible_columns(first, columns, own_block, key_clusters, COLUMNS, IS_CAUSAL)
-            means = load_rows(key_mean_ptr, cluster_base, offs_column, mask_column, D)  # [COLUMNS, D]
-            masses, deviations, limits, _ = load_numbers(numbers_ptr, cluster_base, offs_column, mask_column)
-            logits = score_columns(residual, width, means, masses, deviations, limits, SECOND_ORDER, ACC)
-            top, weights, kept = weigh(logits, top, MAY_BE_EMPTY=False)  # [ROWS], [ROWS, COLUMNS], [ROWS]
-            mass = mass * kept + tl.sum(weights, 1)
-        reference_lse = top + tl.log(mass)  # [ROWS]
-        # Without caution, `exp(logit - lse) * sigma` reaches the tolerance where its logarithm does.
-        threshold = reference_lse + tl.log(tolerance) - tl.log(width)  # [ROWS]
-        threshold = tl.where((tolerance > 0) & ~(threshold < _LOWEST), threshold, _LOWEST)
-        threshold = tl.where(mask_row, threshold, float("inf"))
-
-    # 2. Decide on each summary, and attend to it unless its keys are retrieved.
     largest, total = own_lse, tl.full([ROWS], 1.0, ACC)  # [ROWS], [ROWS]
     weighted = load_rows(out_ptr, head * length, position, mask_row, DV).to(ACC)  # [ROWS, DV]
     for first in range(0, columns, COLUMNS):
         offs_column, mask_column = visible_columns(first, columns, own_block, key_clusters, COLUMNS, IS_CAUSAL)
         means = load_rows(key_mean_ptr, cluster_base, offs_column, mask_column, D)  # [COLUMNS, D]
-        masses, deviations, limits, log_errors = load_numbers(numbers_ptr, cluster_base, offs_column, mask_column)
+        masses, deviations, limits, _ = load_numbers(numbers_ptr, cluster_base, offs_column, mask_column)
         logits = score_columns(residual, width, means, masses, deviations, limits, SECOND_ORDER, ACC)
-        if IS_CHOSEN:
-            first_row = load_once(first_rows_ptr + offs_column, mask_column, 255).to(tl.int32)  # [COLUMNS]
-        else:
-            if CAUTION > 0:
-                # (`n` keys are `exp(limit^2 / 2)`.)
-                error_factors = tl.sqrt(mean_size) * tl.exp2(limits * limits * (-0.25 * LOG2_E))  # [COLUMNS]
-                error_deviations = tl.exp2(log_errors * LOG2_E) / error_factors  # [COLUMNS]
-                # [ROWS, COLUMNS]
-                error = _expected_error(
-                    logits - reference_lse[:, None], width[:, None] * error_deviations[None, :], CAUTION, LARGEST_GROWTH
-                )
-                is_wanted = error * error_factors[None, :] >= tolerance  # [ROWS, COLUMNS]
-                is_wanted &= (logits > float("-inf")) & mask_row[:, None]
-            else:
-                is_wanted = logits + log_errors[None, :] >= threshold[:, None]  # [ROWS, COLUMNS]
-            first_row = _first_row(is_wanted, ROWS)  # [COLUMNS]
-            tl.store(first_rows_ptr + offs_column, first_row.to(tl.uint8), mask=offs_column < columns)
+        first_row = load_once(first_rows_ptr + offs_column, mask_column, 255).to(tl.int32)  # [COLUMNS]
         logits = tl.where(offs_row[:, None] < first_row[None, :], logits, float("-inf"))
         values = load_rows(value_mean_ptr, cluster_base, offs_column, mask_column, DV)  # [COLUMNS, DV]
         largest, total, weighted = include(logits, values, largest, total, weighted, MAY_BE_EMPTY=False)
