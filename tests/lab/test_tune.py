@@ -189,7 +189,7 @@ def test_the_grid_is_around_the_length(monkeypatch: pytest.MonkeyPatch) -> None:
     of_the_length = (MuSeConfig.paper(65536), MuSeConfig.paper_sizes(65536), MuSeConfig.for_length(65536))
     assert names[:3] == [f"muse:{config}" for config in of_the_length]
     assert len(names) == len(set(names)) == 3 + 60 + 1
-    assert {"muse:Q16K64T0.05B2k", "muse:Q8K32T0.8B8k,caution=2.0"} < set(names)
+    assert {"muse:Q16K64T0.05B2k", "muse:Q8K32T0.1B8k,search=0.05", "muse:Q8K32T0.4B8k,caution=2.0"} < set(names)
     assert names[-1] == "moba:L8kB512R1"
     blocks = {MuSeConfig.parse(name.removeprefix("muse:")).block_size for name in candidates(4096)[3:]}
     assert blocks == {256, 512}

@@ -28,8 +28,13 @@ from muse_lab.records.captured_heads import Captures, Origin
 from muse_lab.records.means import Mean, mean_of_each
 from muse_lab.records.stored_results import OnStep, StoredResults
 
-CAUTION_AND_TOLERANCE = ((0.0, 0.05), (0.0, 0.1), (2.0, 0.2), (2.0, 0.4), (2.0, 0.8))
-"""Caution retrieves more, so it comes with larger tolerances."""
+RETRIEVAL: tuple[dict[str, float], ...] = (
+    {"tolerance": 0.05},
+    {"tolerance": 0.1},
+    {"tolerance": 0.1, "search": 0.05},
+    {"tolerance": 0.1, "search": 0.02},
+    {"tolerance": 0.4, "caution": 2.0},
+)
 QUERY_CLUSTERS = (8, 16)
 KEY_CLUSTERS = (32, 64)
 BLOCKS = (32, 16, 8)
@@ -218,9 +223,9 @@ def candidates(length: int, *, added: Sequence[str] = (), only: Sequence[str] = 
             f"{length} tokens fit in one block of {SMALLEST_BLOCK}, which is exact attention; choose a longer --length"
         )
     grid = [
-        MuSeConfig(query_clusters=queries, key_clusters=keys, block_size=block, caution=caution, tolerance=tolerance)
-        for block, queries, keys, (caution, tolerance) in itertools.product(
-            dict.fromkeys(blocks), QUERY_CLUSTERS, KEY_CLUSTERS, CAUTION_AND_TOLERANCE
+        MuSeConfig(query_clusters=queries, key_clusters=keys, block_size=block, **retrieval)
+        for block, queries, keys, retrieval in itertools.product(
+            dict.fromkeys(blocks), QUERY_CLUSTERS, KEY_CLUSTERS, RETRIEVAL
         )
         if block < length
     ]

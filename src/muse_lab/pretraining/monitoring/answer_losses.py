@@ -40,7 +40,7 @@ def answer_losses(
         losses = cross_entropy(logits.float(), targets[places], reduction="none")
         for name, are_counted in _kinds(back[places], is_first[places], len(document)).items():
             summed = (losses * are_counted).sum()
-            own = torch.stack([summed, are_counted.sum().to(summed)])
+            own = torch.stack([summed, are_counted.sum().to(summed)]).double()
             total[name] = total[name] + own if name in total else own
     return total
 
