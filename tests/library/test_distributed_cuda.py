@@ -29,8 +29,9 @@ ROUNDING = 2.0**-16
 @pytest.fixture(scope="module")
 def mesh() -> Iterator[DeviceMesh]:
     torch.cuda.set_device(0)
-    os.environ.update(LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="29581", RANK="0", WORLD_SIZE="1")
-    dist.init_process_group("nccl", device_id=torch.device("cuda", 0))
+    os.environ["LOCAL_RANK"] = "0"
+    # (Without a port, which another process that runs these tests might hold.)
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda", 0))
     yield init_device_mesh("cuda", (1,), mesh_dim_names=("sequence",))
     dist.destroy_process_group()
 
