@@ -38,7 +38,7 @@ SHARED_MEMORY = {"sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_90": 227, "sm_100":
 """KiB that one program may have."""
 ARCHITECTURES = [name for name in SHARED_MEMORY if name != "sm_86"]
 """Without sm_86, which has what sm_89 has."""
-CONFIGURATION = "Q16K64T0.1B2k"
+CONFIGURATION = "Q16K64T0.1B2k,search=0.05"
 """As many clusters as any default has."""
 LENGTH = 5000
 
