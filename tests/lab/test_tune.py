@@ -105,6 +105,9 @@ def test_groups_of_heads_keep_the_keys_they_share(tmp_path: Path) -> None:
     )
     with pytest.raises(ValueError, match="2 groups of 2 heads were captured, not 1 of 4; choose other --heads"):
         loaded.with_heads(4, key_heads=1)
+    for number in (0, -4):
+        with pytest.raises(ValueError, match=f"cannot measure {number} heads; use at least 1"):
+            loaded.with_heads(number)
 
 
 @pytest.mark.parametrize(("available", "number", "expected"), [(8, 2, [2, 6]), (3, 9, [0, 1, 2]), (270, 1, [135])])

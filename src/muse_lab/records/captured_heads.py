@@ -110,7 +110,7 @@ class Captures:
         """Indices of the heads, and of the key heads, that `with_heads` returns."""
         available = self.key.shape[1]
         captured = len(self.origin.heads)
-        times = number // captured if number % captured == 0 else 1
+        times = number // captured if number >= captured and number % captured == 0 else 1
         if key_heads is None or key_heads == number:
             heads = spread(captured, number // times) * times
             return heads, [head // self.group_size for head in heads]
