@@ -37,7 +37,7 @@ DECIDE = {
     512: {"COLUMNS": 32, "num_warps": 4, "num_stages": 1},
 }
 SEARCH = {
-    128: {"KEYS": 128, "num_warps": 4, "num_stages": 3, "maxnreg": 168},
+    128: {"KEYS": 128, "num_warps": 4, "num_stages": 2, "maxnreg": 128},
     256: {"KEYS": 128, "num_warps": 4, "num_stages": 2, "maxnreg": 168},
     512: {"KEYS": 32, "num_warps": 4, "num_stages": 1},
 }
@@ -247,7 +247,7 @@ def _search_keys(
         tl.store(found_ptr + offs_column, tl.full([COLUMNS], 255, tl.int32), mask=offs_column < end)
     tl.debug_barrier()  # (What one thread writes, others read.)
 
-    # 1. The first row of each piece.
+    # 1. The first row of each piece. A listed piece that is found is written back as a negative number.
     PIECES: tl.constexpr = KEYS // PIECE_SIZE
     key_head = head // shared_by
     key_order_ptr += key_head * seen_blocks * key_room
@@ -261,20 +261,32 @@ def _search_keys(
         logits = dot(query, tl.trans(key), ACC)  # [ROWS, KEYS]
         # (Most keys are not what any row looks for, and one number for each row tells.)
         if tl.max(tl.where(tl.max(logits, 1) >= least, 1, 0), 0) > 0:
-            is_found = (logits >= least[:, None]) & (offs_row[:, None] >= searched_row[None, :])  # [ROWS, KEYS]
-            found_row = tl.min(tl.reshape(_first_row(is_found, ROWS), (PIECES, PIECE_SIZE)), 1)  # [PIECES]
-            # (Padding has a position of -1, and no piece is all padding.)
-            any_position = tl.max(tl.reshape(key_position, (PIECES, PIECE_SIZE)), 1)  # [PIECES]
-            is_any = found_row < 255  # [PIECES]
-            cluster = tl.load(key_assignment_ptr + key_head * length + any_position, mask=is_any, other=0)  # [PIECES]
-            column = any_position // block_size * key_clusters + in_range(cluster, key_clusters)  # [PIECES]
-            tl.atomic_min(found_ptr + column, found_row, mask=is_any)
+            of_keys = tl.where((key_position >= 0)[None, :], logits, float("-inf"))  # [ROWS, KEYS]
+            largest = tl.max(tl.reshape(of_keys, (ROWS, PIECES, PIECE_SIZE)), 2)  # [ROWS, PIECES]
+            row = tl.min(tl.reshape(searched_row, (PIECES, PIECE_SIZE)), 1)  # [PIECES]
+            is_found = (largest >= least[:, None]) & (offs_row[:, None] >= row[None, :])  # [ROWS, PIECES]
+            found_row = tl.min(tl.where(is_found, offs_row[:, None], 255), 0)  # [PIECES]
+            offs_piece = first + tl.arange(0, PIECES)  # [PIECES]
+            piece = tl.load(list_ptr + offs_piece, mask=offs_piece < pieces, other=0) >> 8  # [PIECES]
+            tl.store(list_ptr + offs_piece, -1 - (piece * 256 + found_row), mask=found_row < 255)
     tl.debug_barrier()
 
-    # 2. The first row of each column, unless an earlier one wants it. (Atomics bypass the L1 cache.)
+    # 2. The first row of each column.
+    for first in range(0, pieces, COLUMNS):
+        offs_listed = first + tl.arange(0, COLUMNS)  # [COLUMNS]
+        entry = -1 - tl.load(list_ptr + offs_listed, mask=offs_listed < pieces, other=0)  # [COLUMNS]
+        is_found = entry >= 0  # [COLUMNS]
+        first_position = tl.load(key_order_ptr + (entry >> 8) * PIECE_SIZE, mask=is_found, other=0)  # [COLUMNS]
+        cluster = tl.load(key_assignment_ptr + key_head * length + first_position, mask=is_found, other=0)  # [COLUMNS]
+        column = first_position // block_size * key_clusters + in_range(cluster, key_clusters)  # [COLUMNS]
+        tl.atomic_min(found_ptr + column, entry & 255, mask=is_found)
+    tl.debug_barrier()
+
+    # 3. Unless an earlier row wants it. (Atomics bypass the L1 cache.)
     for first in range(begin, end, COLUMNS):
         offs_column = first + tl.arange(0, COLUMNS)  # [COLUMNS]
         mask_column = offs_column < end  # [COLUMNS]
         found_row = tl.load(found_ptr + offs_column, mask=mask_column, other=255, cache_modifier=".cg")  # [COLUMNS]
         first_row = tl.load(first_rows_ptr + offs_column, mask=mask_column, other=0).to(tl.int32)  # [COLUMNS]
         tl.store(first_rows_ptr + offs_column, found_row.to(tl.uint8), mask=found_row < first_row)
+
