@@ -273,12 +273,13 @@ def test_differences_are_paired_and_relative_to_the_exact_run() -> None:
     assert found.reference == "exact"
     assert tuple(found.nats) == pytest.approx((0.04, 0.02))
     assert tuple(found.percent) == pytest.approx((0.04 / 3 * 100, 0.02 / 3 * 100))
+    assert (found.median, found.least, found.most) == pytest.approx((1.25, 0.02, 0.06))  # of 1 and 1.5%
     assert difference(results, exact) is None
     assert difference(results, odd) is None
     assert speedup(results, muse) == pytest.approx(2.0)
     assert speedup(results, exact) is None
     (line,) = headline(results)
-    assert "within 1.33% of exact (+1.33 ± 0.67%), 2.00x its tokens per second" in line
+    assert "within 1.33% of exact (+1.33 ± 0.67%, median sample +1.25%), 2.00x its tokens per second" in line
 
 
 def test_without_an_exact_run_the_first_is_the_reference_and_no_speed_is_compared() -> None:

@@ -79,11 +79,13 @@ def test_the_error_is_that_over_seeds() -> None:
     # of 0.2 and 0.1; the two samples differ by 2
     assert tuple(muse.difference(results)) == pytest.approx((0.15, 0.05))
     assert tuple(muse.difference(results, is_percent=True)) == pytest.approx((6.25, 3.75))  # of 10% and 2.5%
+    # Samples of 1 and 3 gain 0.2, those of 3 and 5 0.1: of 20 and 6.7%, and of 3.3 and 2%.
+    assert tuple(muse.median_difference(results)) == pytest.approx((8.0, 16 / 3))
     assert muse.speedup(results) == pytest.approx(2.0)
     (line,) = seeds_headline(results)
     assert line.endswith(
         "2 seeds: held-out loss under exact attention +6.25 ± 3.75% against exact training with the same "
-        "seeds, 2.00x its tokens per second"
+        "seeds, median sample +8.00 ± 5.33%, 2.00x its tokens per second"
     )
     assert "| 0, 1 |" in as_markdown(comparison_report(results))
 

@@ -28,6 +28,11 @@ _DIFFERENCE = (
     "Loss minus that of the reference on the same samples, ± the standard error of the difference over samples, "
     "without seed-to-seed variance."
 )
+_MEDIAN = (
+    "The median over samples of the difference in percent. A few texts that no model predicts well, such as tables of "
+    "numbers, can decide a mean."
+)
+_SAMPLES = "The differences in nats of the sample that is better by most, and of the one that is worse by most."
 _SWITCHING = (
     "The loss of one and the same model under an attention, minus its loss under exact attention: what is gained or "
     "lost by training with one and deploying with the other."
@@ -166,6 +171,11 @@ def matrix_table(results: ComparisonResults) -> Table:
         ),
         (number("difference, tested: exact", _DIFFERENCE), lambda run: (gap := gaps[run.name]) and gap.nats.signed()),
         (number("percent", _DIFFERENCE), lambda run: (gap := gaps[run.name]) and in_percent(gap.percent)),
+        (number("median sample", _MEDIAN), lambda run: (gap := gaps[run.name]) and f"{gap.median:+.2f}%"),
+        (
+            number("samples", _SAMPLES),
+            lambda run: (gap := gaps[run.name]) and f"{gap.least:+.3f} to {gap.most:+.3f}",
+        ),
     )
 
 
@@ -235,7 +245,8 @@ def headline(results: ComparisonResults) -> list[str]:
     for run in _runs(results):
         if difference := findings.difference(results, run):
             speed = f", {ratio:.2f}x its tokens per second" if (ratio := findings.speedup(results, run)) else ""
-            gap = f"{abs(difference.percent.mean):.2f}% of {difference.reference} ({in_percent(difference.percent)})"
+            change = f"{in_percent(difference.percent)}, median sample {difference.median:+.2f}%"
+            gap = f"{abs(difference.percent.mean):.2f}% of {difference.reference} ({change})"
             lines.append(
                 f"{run.name}, trained with {run.attention}{findings.describe_schedule(run)}: held-out loss under exact "
                 f"attention within {gap}{speed}"

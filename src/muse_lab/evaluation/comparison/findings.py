@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -24,6 +25,11 @@ class Difference(NamedTuple):
     nats: Mean
     percent: Mean
     """of the reference's loss"""
+    median: float
+    """over samples, of the difference in percent of the reference's loss of the sample"""
+    least: float
+    """nats, of a sample"""
+    most: float
 
 
 def reference_of(results: ComparisonResults, run: Run) -> Run:
@@ -46,10 +52,12 @@ def difference(results: ComparisonResults, run: Run, step: int | None = None) ->
     own, other = results.whole(run, EXACT, step), results.whole(reference, EXACT)
     if reference is run or own is None or other is None:
         return None
-    nats = Mean.of_differences(own.means, other.means)
+    gaps = [mine - its for mine, its in zip(own.means, other.means, strict=True)]
+    nats = Mean.of(gaps)
     one_percent = Mean.of(other.means).mean / 100
     error = None if nats.standard_error is None else nats.standard_error / one_percent
-    return Difference(reference.name, nats, Mean(nats.mean / one_percent, error))
+    median = statistics.median(100 * gap / its for gap, its in zip(gaps, other.means, strict=True))
+    return Difference(reference.name, nats, Mean(nats.mean / one_percent, error), median, min(gaps), max(gaps))
 
 
 def switching(results: ComparisonResults, run: Run, attention: str) -> Mean | None:

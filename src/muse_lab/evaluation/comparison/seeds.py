@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from muse_lab.evaluation.comparison.findings import describe_schedule, reference_of, speedup
+from muse_lab.evaluation.comparison.findings import Difference, describe_schedule, difference, reference_of, speedup
 from muse_lab.evaluation.comparison.results import ComparisonResults, Run
 from muse_lab.pretraining.recipes import FREE, Recipe
 from muse_lab.records.attention_names import EXACT, short_names
@@ -19,6 +19,7 @@ ABOUT = (
     "error over seeds, of one number for each: its mean over all held-out samples."
 )
 _PAIRED = "Loss under exact attention less that of exact training with the same seed, the mean over seeds."
+_MEDIAN = "The median over samples of that difference in percent, then the mean over seeds."
 
 
 @dataclass(frozen=True)
@@ -48,17 +49,24 @@ class Seeds:
 
     def differences(self, results: ComparisonResults, *, is_percent: bool = False) -> list[float | None]:
         """The difference of each seed; None if it has no run of exact training, or one is not measured."""
-        gaps: list[float | None] = []
+        gaps = [gap and (gap.percent if is_percent else gap.nats) for gap in self._pairs(results)]
+        return [gap and gap.mean for gap in gaps]
+
+    def median_difference(self, results: ComparisonResults) -> Mean | None:
+        """The mean over seeds of `median_differences`."""
+        return _mean(self.median_differences(results))
+
+    def median_differences(self, results: ComparisonResults) -> list[float | None]:
+        """For each seed the median over samples, in percent."""
+        return [gap and gap.median for gap in self._pairs(results)]
+
+    def _pairs(self, results: ComparisonResults) -> list[Difference | None]:
+        gaps = []
         for run in self.runs:
             reference = reference_of(results, run)
-            own, other = results.loss(run, EXACT), results.loss(reference, EXACT)
             begin_alike = run.recipe.seed == reference.recipe.seed and run.recipe.initial == reference.recipe.initial
-            is_pair = reference is not run and reference.attention == EXACT and begin_alike
-            if not is_pair or own is None or other is None:
-                gaps.append(None)
-            else:
-                gap = own.mean - other.mean
-                gaps.append(100 * gap / other.mean if is_percent else gap)
+            is_pair = reference.attention == EXACT and begin_alike
+            gaps.append(difference(results, run) if is_pair else None)
         return gaps
 
     def speedup(self, results: ComparisonResults) -> float | None:
@@ -98,6 +106,7 @@ def seeds_table(results: ComparisonResults) -> Table:
             number("percent", _PAIRED),
             lambda group: (gap := group.difference(results, is_percent=True)) and in_percent(gap),
         ),
+        (number("median sample", _MEDIAN), lambda group: (gap := group.median_difference(results)) and in_percent(gap)),
         *([] if results.settings.shared_gpu else [speed]),
     )
 
@@ -114,11 +123,14 @@ def seeds_headline(results: ComparisonResults) -> list[str]:
     """Each of these differences, in words."""
     lines = []
     for group, gap in seeds_differences(results):
+        median = group.median_difference(results)
+        assert median is not None
         ratio = group.speedup(results)
         speed = "" if ratio is None else f", {_times(ratio)} its tokens per second"
         lines.append(
             f"{group.attention}{describe_schedule(group.runs[0])}, {len(group.runs)} seeds: held-out loss under "
-            f"exact attention {in_percent(gap)} against exact training with the same seeds{speed}"
+            f"exact attention {in_percent(gap)} against exact training with the same seeds, median sample "
+            f"{in_percent(median)}{speed}"
         )
     return lines
 

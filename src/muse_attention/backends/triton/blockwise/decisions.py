@@ -289,4 +289,3 @@ def _search_keys(
         found_row = tl.load(found_ptr + offs_column, mask=mask_column, other=255, cache_modifier=".cg")  # [COLUMNS]
         first_row = tl.load(first_rows_ptr + offs_column, mask=mask_column, other=0).to(tl.int32)  # [COLUMNS]
         tl.store(first_rows_ptr + offs_column, found_row.to(tl.uint8), mask=found_row < first_row)
-
