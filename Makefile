@@ -49,11 +49,12 @@ docs: $(READY_DOCS)  ## the documentation site, in out/site; a broken link fails
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 	@echo "look at it: $(BIN)/python -m http.server --directory out/site, then open http://localhost:8000"
 
-pictures: $(READY)  ## the pictures of README.md and docs/, README's table, docs/paper.md and the tables of docs/scaling.md and docs/context-extension.md, from the records and from seeded data
+pictures: $(READY)  ## the pictures of README.md and docs/, README's table, docs/paper.md and the tables of docs/scaling.md, docs/context-extension.md and docs/evidence/pretraining.md, from the records and from seeded data
 	$(BIN)/python -m docs_build.speed_picture
 	$(BIN)/python -m docs_build.quality_picture
 	$(BIN)/python -m docs_build.seconds_picture
 	$(BIN)/python -m docs_build.far_gain_picture
+	$(BIN)/python -m docs_build.trained_table
 	$(BIN)/python -m docs_build.extension_table
 	$(BIN)/python -m docs_build.readme_table
 	$(BIN)/python -m docs_build.algorithm_pictures

@@ -15,16 +15,12 @@ from typing import NamedTuple
 from matplotlib import pyplot
 
 from docs_build.quality_picture import COLOURS, MEASURED, Measured, method_of
-from docs_build.records import BLOCK_DIAGONAL, GPU, RECORDS, read_comparison
+from docs_build.records import BLOCK_DIAGONAL, GPU, RECORDS
 from docs_build.style import GREY, WIDTH, save
+from docs_build.trained_pairs import read_pairs
 from muse_lab.benchmark.results import BenchmarkResults
-from muse_lab.evaluation.comparison.findings import reference_of
-from muse_lab.evaluation.comparison.results import ComparisonResults, Run
-from muse_lab.records.attention_names import EXACT
 
 PICTURE = "far-gain.svg"
-_NEAR = 10
-"""The bin of positions 1k to 2k."""
 _LEAST = 1e-3
 """Nats: what is less is drawn here."""
 
@@ -83,30 +79,16 @@ def _read(measured: Measured) -> list[Model]:
         for record in measured.times
         for case in BenchmarkResults.read(RECORDS / "speed" / f"{record}.json").cases
     }
-    models = []
-    for record in measured.comparisons:
-        results, _ = read_comparison(record)
-        for run in results.runs.values():
-            if run.attention == EXACT:
-                continue
-            cost = _losses(results, run, run.attention)[-1] - _losses(results, run, EXACT)[-1]
-            lost = _far_gain(results, reference_of(results, run)) - _far_gain(results, run)
-            method = method_of(run.attention, results.settings.length)
-            models.append(Model(method, errors[run.attention], cost, lost))
-    return models
-
-
-def _far_gain(results: ComparisonResults, run: Run) -> float:
-    losses = _losses(results, run, EXACT)
-    return losses[_NEAR] - losses[-1]
-
-
-def _losses(results: ComparisonResults, run: Run, attention: str) -> list[float]:
-    """By position, of the finished model; a ValueError if they were not measured."""
-    cell = results.whole(run, attention)
-    if cell is None:
-        raise ValueError(f"{run.name} was not measured under {attention}")
-    return [mean.mean for mean in cell.by_position]
+    return [
+        Model(
+            method_of(pair.attention, pair.length),
+            errors[pair.attention],
+            pair.cost_in_last_half,
+            pair.exact_far_gain - pair.far_gain,
+        )
+        for record in measured.comparisons
+        for pair in read_pairs(record)
+    ]
 
 
 if __name__ == "__main__":

@@ -18,11 +18,11 @@ from docs_build.records import (
     SMOLLM2,
     TRAINED_AT_64K,
     Timing,
-    read_gap,
     read_speeds,
     read_timings,
     read_timings_of_qwen,
 )
+from docs_build.trained_pairs import median_gap, read_group
 from muse_attention.sizes import format_size
 from muse_lab.records.attention_names import EXACT
 from muse_lab.records.means import Mean
@@ -66,8 +66,8 @@ def make_claims(rows: Sequence[Row]) -> list[str]:
     best, at_32k, at_16k = (_find(read_timings(), data, 1024 * size) for size in (thousands, 32, 16))
     of_64k = _find(read_timings(), TRAINED_AT_64K, 65536)
     exact, _, with_tail = read_compared()
-    at_64k, of_128 = read_gap("far-64k"), read_gap("far-32k-heads-of-128")
-    cautious_at_64k, cautious_of_128 = read_gap("far-64k-caution"), read_gap("far-32k-heads-of-128-caution")
+    trained = ("far-64k", "far-32k-heads-of-128", "far-64k-caution", "far-32k-heads-of-128-caution")
+    at_64k, of_128, cautious_at_64k, cautious_of_128 = (median_gap(read_group(record)) for record in trained)
     faster, loss = rows[-2].change.partition("**")[2].partition("x")[0], rows[-1].change.partition(";")[0]
     return [
         f"**{best.speedup:.1f} times as fast as cuDNN** at {format_size(best.length)} tokens on {CALLED[data]}",

@@ -11,9 +11,7 @@ from muse_attention.config import MuSeConfig
 from muse_lab.benchmark.results import BenchmarkResults
 from muse_lab.benchmark.tuning import TuningResults
 from muse_lab.evaluation.comparison.results import ComparisonResults
-from muse_lab.evaluation.comparison.seeds import seeds_of
 from muse_lab.records.attention_names import EXACT, recorded_config
-from muse_lab.records.means import Mean
 
 RECORDS = Path(__file__).parent.parent / "benchmarks"
 DEFAULT, PAPER, MOBA, BLOCK_DIAGONAL = "MuSe, default", "MuSe, the paper's sizes", "MoBA", "block-diagonal"
@@ -89,15 +87,6 @@ def read_comparison(record: str) -> tuple[ComparisonResults, Path]:
     if results.machine["gpu"] != GPU:
         raise ValueError(f"{path}: not of an {GPU}, as README says")
     return results, path
-
-
-def read_gap(record: str) -> Mean:
-    """Loss after training with the other attention, minus that of exact training, in percent of it, over seeds."""
-    results, path = read_comparison(record)
-    gaps = [gap for group in seeds_of(results) if (gap := group.difference(results, is_percent=True))]
-    if len(gaps) != 1:
-        raise ValueError(f"{path}: one attention should be compared with exact training over seeds, not {len(gaps)}")
-    return gaps[0]
 
 
 def read_speeds(record: str) -> dict[str, float]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from docs_build.records import read_comparison
 from muse_lab.evaluation.comparison.findings import difference, reference_of, switching
 from muse_lab.evaluation.comparison.results import ComparisonResults, Run
 from muse_lab.records.attention_names import EXACT
+from muse_lab.records.means import Mean
 
 _NEAR = 10
 """The bin of positions 1k to 2k."""
@@ -31,8 +33,10 @@ class Pair(NamedTuple):
     last_half: float
     """in the last half of a window, in percent"""
     cost: float
-    """of the attention, in the model trained with it"""
+    """nats by which the attention raises the loss of the model trained with it"""
+    cost_in_last_half: float
     exact_far_gain: float
+    """nats by which the loss falls from positions 1k to 2k to the last half of the window"""
     far_gain: float
 
 
@@ -48,26 +52,33 @@ def read_pairs(record: str) -> list[Pair]:
         begin = [(one.recipe.seed, one.recipe.initial) for one in (run, reference)]
         if gap is None or cost is None or reference.attention != EXACT or begin[0] != begin[1]:
             raise ValueError(f"{path}: {run.name} is no pair with exact training, or was not measured")
-        own, other = losses_by_position(results, run, EXACT), losses_by_position(results, reference, EXACT)
-        losses = [results.loss(one, EXACT) for one in (reference, run)]
-        exact, trained = [loss.mean for loss in losses if loss is not None]
+        own, other = (_losses_by_position(results, one, EXACT) for one in (run, reference))
+        approximate = _losses_by_position(results, run, run.tested_attention)
+        exact, trained = [loss.mean for one in (reference, run) if (loss := results.loss(one, EXACT))]
         pairs.append(
             Pair(
                 run.attention, results.settings.length, run.recipe.head_dim, run.recipe.seed, exact, trained,
-                gap.percent.mean, gap.median, 100 * (own[-1] / other[-1] - 1), cost.mean,
-                far_gain(results, reference), far_gain(results, run),
+                gap.percent.mean, gap.median, 100 * (own[-1] / other[-1] - 1), cost.mean, approximate[-1] - own[-1],
+                other[_NEAR] - other[-1], own[_NEAR] - own[-1],
             )
         )  # fmt: skip
     return pairs
 
 
-def far_gain(results: ComparisonResults, run: Run) -> float:
-    """The fall of the loss from positions 1k to 2k to the last half of the window."""
-    losses = losses_by_position(results, run, EXACT)
-    return losses[_NEAR] - losses[-1]
+def read_group(*records: str) -> list[Pair]:
+    """Pairs that differ by their seed alone; a ValueError if others are among them, or a seed comes twice."""
+    pairs = [pair for record in records for pair in read_pairs(record)]
+    if len({pair[:3] for pair in pairs}) != 1 or len({pair.seed for pair in pairs}) != len(pairs):
+        raise ValueError(f"{', '.join(records)}: not one attention, length and head dimension, each seed once")
+    return pairs
 
 
-def losses_by_position(results: ComparisonResults, run: Run, attention: str) -> list[float]:
+def median_gap(pairs: Sequence[Pair]) -> Mean:
+    """Loss less that of exact training in the median window, in percent, the mean over seeds."""
+    return Mean.of([pair.median for pair in pairs])
+
+
+def _losses_by_position(results: ComparisonResults, run: Run, attention: str) -> list[float]:
     """Of the finished model; a ValueError if they were not measured."""
     cell = results.whole(run, attention)
     if cell is None:

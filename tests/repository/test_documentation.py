@@ -172,6 +172,13 @@ def test_context_extension_has_the_numbers_of_the_records() -> None:
 
 
 @needs_records
+def test_pretraining_has_the_numbers_of_the_records() -> None:
+    from docs_build.trained_table import PAGE, make_page
+
+    assert PAGE.read_text() == make_page(PAGE.read_text())
+
+
+@needs_records
 def test_pages_describe_the_pictures_of_the_records() -> None:
     from docs_build import extension_runs, far_gain_picture, quality_picture, speed_picture
 
