@@ -145,7 +145,7 @@ def _loss_of_default() -> str:
     found = "; ".join(f"{about} {gap.mean:+.2f} ± {gap.standard_error:.2f}%" for about, gap in gaps.items())
     return (
         "Loss under exact attention after training with the default, or another configuration where named, minus that "
-        f"of exact training, in the median held-out window: {found}."
+        f"of exact training, the median over held-out windows: {found}."
     )
 
 

@@ -1,7 +1,7 @@
 """Two pictures of quality against cost, from the records: `python -m docs_build.quality_picture`.
 
-Each row is an attention that models were trained with. On the left, in the first: how much higher the loss of the
-median held-out window is, under exact attention, than after exact training from the same weights. In the second: how
+Each row is an attention that models were trained with. On the left, in the first: how much higher the loss is, under
+exact attention, than after exact training from the same weights, the median over held-out windows. In the second: how
 many fewer needles are found, by try, for tries begin with short models of their own, and only within one can attentions
 be compared. On the right: the time of the attention, forward and backward, as a share of exact attention's, on heads of
 models that were trained so at that length. A cautious configuration comes first, then the present default, then that of
@@ -185,7 +185,7 @@ def draw_losses() -> Path:
     gaps.set_xlim(-0.45, 40)
     gaps.set_xticks([0, 0.5, 5])
     gaps.xaxis.set_major_formatter(FuncFormatter(lambda percent, _: f"{percent:+g}%" if percent else "0"))
-    gaps.set_xlabel("held-out loss, median window,\nagainst exact training")
+    gaps.set_xlabel("held-out loss against exact\ntraining, median window")
     return save(figure, LOSSES)
 
 

@@ -32,7 +32,7 @@ _MEDIAN = (
     "The median over samples of the difference in percent. A few texts that no model predicts well, such as tables of "
     "numbers, can decide a mean."
 )
-_SAMPLES = "The differences in nats of the sample that is better by most, and of the one that is worse by most."
+_SAMPLES = "The least and the greatest difference of a sample, in nats."
 _SWITCHING = (
     "The loss of one and the same model under an attention, minus its loss under exact attention: what is gained or "
     "lost by training with one and deploying with the other."
