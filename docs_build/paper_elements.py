@@ -348,7 +348,7 @@ TABLES = (
             *LOSSES,
         ),
         "23M parameters at 16k, minus exact training from the same weights, under exact attention: the paper's method "
-        "+0.64 and +0.12%, MoBA +2.91 and +2.83%, two seeds each. {loss}",
+        "+0.64 and +0.12%, MoBA +2.91 and +2.83%, means over windows, two seeds each. {loss}",
     ),
     Element(
         "Table 8",
